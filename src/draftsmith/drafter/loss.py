@@ -1,0 +1,144 @@
+"""Cross entropy through the target's frozen head, without ever holding all logits.
+
+Suffixes: R rows (trained slots), A anchors, B block size, H hidden size, V vocabulary, C rows of a chunk.
+The head is frozen, so the gradient with respect to the hidden states is formed in the forward pass: two matrix
+products a row, nothing recomputed.  `plain_loss` is the slow twin; a test holds the two together.
+
+Numerators and denominators are returned apart: the loss of a step is sum(numerators) / sum(denominators) over all its
+rows and ranks, never a mean of means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.drafter.model import to_logits
+from draftsmith.records import DrafterSpec
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over one row.  The denominators are known to the host beforehand (BlockBatch), so they are not here."""
+
+    weighted: Tensor  # scalar, differentiable: sum(w * CE)
+    ce_B: Tensor  # sum of CE by slot
+    correct_B: Tensor  # argmax == label by slot
+    count_B: Tensor  # trained rows by slot
+
+
+def drafter_loss(
+    hidden_RH: Tensor,
+    labels_R: Tensor,
+    where_R: Tensor,
+    weights_AB: Tensor,
+    head_VH: Tensor,
+    spec: DrafterSpec,
+    *,
+    kind: str,
+    alpha: float = 0.5,
+    chunk_rows: int = 512,
+) -> LossSums:
+    """Loss of the trained slots of one row.
+
+    hidden_RH: hidden states of the slots that count; where_R: their flat index in [A, B]; labels_R: their tokens.
+    weights_AB: decay weights, zero where nothing counts (their zero pattern is what `dpace` goes by).
+    kind: decay, sum(w * CE) with the given weights, denominator sum(w); or dpace (arXiv 2605.18810), whose weights
+    follow from the CE of the block itself, denominator: the number of anchors that count.
+    """
+    weighted, ce_R, correct_R = _FrozenHead.apply(
+        hidden_RH, labels_R, where_R, weights_AB, head_VH, spec, kind, alpha, chunk_rows
+    )
+    slot_R = where_R % weights_AB.shape[1]
+    sums = [torch.zeros(weights_AB.shape[1], device=ce_R.device, dtype=ce_R.dtype) for _ in range(3)]
+    for total, values in zip(sums, (ce_R, correct_R, torch.ones_like(ce_R)), strict=True):
+        total.index_add_(0, slot_R, values)
+    return LossSums(weighted, *sums)
+
+
+def dpace_weights(ce_AB: Tensor, counts_AB: Tensor, alpha: float) -> Tensor:
+    """w_j = sum over m >= j of prod over i <= m of q_i, q = (1 - alpha) * exp(-CE) + alpha, counting slots only."""
+    q = torch.where(counts_AB, (1 - alpha) * torch.exp(-ce_AB) + alpha, 1.0)
+    survive = torch.where(counts_AB, q.cumprod(dim=1), 0.0)
+    return torch.where(counts_AB, survive.flip(1).cumsum(1).flip(1), 0.0)
+
+
+def _row_weights(ce_R: Tensor, where_R: Tensor, weights_AB: Tensor, kind: str, alpha: float) -> Tensor:
+    if kind == "decay":
+        return weights_AB.reshape(-1)[where_R].to(ce_R.dtype)
+    ce_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=ce_R.dtype)
+    ce_AB[where_R] = ce_R
+    return dpace_weights(ce_AB.view_as(weights_AB), weights_AB > 0, alpha).reshape(-1)[where_R]
+
+
+class _FrozenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        labels_R: Tensor,
+        where_R: Tensor,
+        weights_AB: Tensor,
+        head_VH: Tensor,
+        spec: DrafterSpec,
+        kind: str,
+        alpha: float,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(hidden_RH.dtype, torch.float32)
+        grad_RH = torch.empty_like(hidden_RH)
+        ce_R = torch.empty(len(labels_R), dtype=wide, device=hidden_RH.device)
+        correct_R = torch.empty_like(ce_R)
+        for start in range(0, len(labels_R), chunk_rows):
+            piece = slice(start, start + chunk_rows)
+            ce_R[piece], correct_R[piece], grad_RH[piece] = _chunk(hidden_RH[piece], labels_R[piece], head_VH, spec)
+        weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha)
+        ctx.save_for_backward(grad_RH.mul_(weights_R[:, None].to(grad_RH.dtype)))
+        ctx.mark_non_differentiable(ce_R, correct_R)
+        return (weights_R * ce_R).sum(), ce_R, correct_R
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
+        (grad_RH,) = ctx.saved_tensors
+        return (grad_RH * grad.to(grad_RH.dtype), *(None,) * 8)
+
+
+def _chunk(hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """CE, argmax == label, and dCE/dhidden of some rows: all that ever exists of the logits is [C, V]."""
+    raw_CV = (hidden_CH @ head_VH.T).to(torch.promote_types(hidden_CH.dtype, torch.float32))
+    logits_CV = to_logits(raw_CV, spec)
+    correct_C = (logits_CV.argmax(-1) == labels_C).to(logits_CV.dtype)
+    lse_C = torch.logsumexp(logits_CV, -1)
+    ce_C = lse_C - logits_CV.gather(1, labels_C[:, None]).squeeze(1)
+    slope_CV = None
+    if spec.final_logit_softcapping is not None:
+        slope_CV = 1 - (logits_CV / spec.final_logit_softcapping).square()
+    grad_CV = (logits_CV - lse_C[:, None]).exp_()
+    grad_CV.scatter_add_(1, labels_C[:, None], torch.full_like(ce_C, -1.0)[:, None])
+    if slope_CV is not None:
+        grad_CV = grad_CV * slope_CV
+    if spec.output_multiplier is not None:
+        grad_CV = grad_CV * spec.output_multiplier
+    return ce_C, correct_C, grad_CV.to(hidden_CH.dtype) @ head_VH
+
+
+def plain_loss(
+    hidden_ABH: Tensor,
+    labels_AB: Tensor,
+    weights_AB: Tensor,
+    head_VH: Tensor,
+    spec: DrafterSpec,
+    *,
+    kind: str,
+    alpha: float = 0.5,
+) -> Tensor:
+    """The obvious version of `drafter_loss(...).weighted`: every logit at once, autograd does the rest."""
+    logits_ABV = to_logits(hidden_ABH @ head_VH.T, spec)
+    ce_AB = F.cross_entropy(logits_ABV.flatten(0, 1), labels_AB.flatten(), reduction="none").view_as(labels_AB)
+    if kind == "dpace":
+        weights_AB = dpace_weights(ce_AB.detach(), weights_AB > 0, alpha)
+    return (weights_AB * ce_AB).sum()

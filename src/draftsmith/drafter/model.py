@@ -1,0 +1,167 @@
+"""The DFlash drafter (arXiv 2602.06036): a few transformer layers whose block tokens read the target's features.
+
+Suffixes: Q block tokens, T context tokens, S = T + Q, H hidden size, K feature layers, N query heads, M key/value
+heads, D head size.  One class serves training and serving; module names are the checkpoint's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.drafter.attention import Mask, attend
+from draftsmith.records import DrafterSpec
+
+KeyValue = tuple[Tensor, Tensor]
+"""Keys and values of the context, each [M, T, D]."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in at least float32 whatever the input."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+def rotary_tables(positions_n: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos, sin [n, D], always float32, computed from the positions: nothing to save, nothing to cast by accident."""
+    pair = torch.arange(0, head_dim, 2, device=positions_n.device, dtype=torch.float32)
+    angles = positions_n.float()[:, None] * (1.0 / theta ** (pair / head_dim))
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_hnD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Plain RoPE over the two halves of each head."""
+    cos, sin = tables
+    a, b = x_hnD.chunk(2, dim=-1)
+    wide = torch.promote_types(x_hnD.dtype, torch.float32)
+    return (x_hnD.to(wide) * cos + torch.cat([-b, a], dim=-1).to(wide) * sin).to(x_hnD.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        h, d, bias = spec.hidden_size, spec.head_dim, spec.attention_bias
+        self.head_dim = d
+        self.q_proj = nn.Linear(h, spec.num_heads * d, bias=bias)
+        self.k_proj = nn.Linear(h, spec.num_kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(h, spec.num_kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(spec.num_heads * d, h, bias=bias)
+        self.q_norm = RMSNorm(d, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(d, spec.rms_norm_eps)
+
+    def _heads(self, x_n: Tensor) -> Tensor:
+        return x_n.view(x_n.shape[0], -1, self.head_dim).transpose(0, 1)
+
+    def key_value(self, x_nH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
+        """Keys and values of context or block tokens: the same projections, k_norm and RoPE for both."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x_nH))), tables), self._heads(self.v_proj(x_nH))
+
+    def forward(self, x_QH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        q_NQD = rotate(self.q_norm(self._heads(self.q_proj(x_QH))), tables)
+        k_MQD, v_MQD = self.key_value(x_QH, tables)
+        k_MSD, v_MSD = torch.cat([context[0], k_MQD], dim=1), torch.cat([context[1], v_MQD], dim=1)
+        out_NQD = attend(q_NQD, k_MSD, v_MSD, mask)
+        return self.o_proj(out_NQD.transpose(0, 1).reshape(x_QH.shape[0], -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x_QH: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_QH)) * self.up_proj(x_QH))
+
+
+class Layer(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, x_QH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), context, tables, mask)
+        return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
+
+    def key_value(self, context_TH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
+        """Context has no input norm of its own: hidden_norm has been applied once for all layers."""
+        return self.self_attn.key_value(context_TH, tables)
+
+
+class DFlashDrafter(nn.Module):
+    """58 tensors for five layers.  The embedding and the head are the target's and are not in here."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.fc = nn.Linear(len(spec.feature_layers) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def initialize(self, seed: int) -> DFlashDrafter:
+        """Normal(0, initializer_range) for matrices, 1 for norms, 0 for biases; the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    value = torch.empty(parameter.shape).normal_(0, self.spec.initializer_range, generator=generator)
+                    parameter.copy_(value)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return self
+
+    def context(self, features_TK: Tensor, positions_T: Tensor) -> list[KeyValue]:
+        """Keys and values of context tokens for every layer.  features_TK: [T, K*H]."""
+        context_TH = self.hidden_norm(self.fc(features_TK))
+        tables = rotary_tables(positions_T, self.spec.head_dim, self.spec.rope_theta)
+        return [cast(Layer, layer).key_value(context_TH, tables) for layer in self.layers]
+
+    def blocks(self, x_QH: Tensor, positions_Q: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask]) -> Tensor:
+        """Hidden states of block tokens after the final norm, [Q, H]; the target's head makes logits of them."""
+        tables = rotary_tables(positions_Q, self.spec.head_dim, self.spec.rope_theta)
+        for layer, key_value, mask in zip(self.layers, context, masks, strict=True):
+            x_QH = layer(x_QH, key_value, tables, mask)
+        return self.norm(x_QH)
+
+    def forward(
+        self,
+        features_TK: Tensor,
+        positions_T: Tensor,
+        x_QH: Tensor,
+        positions_Q: Tensor,
+        masks: Sequence[Mask],
+    ) -> Tensor:
+        return self.blocks(x_QH, positions_Q, self.context(features_TK, positions_T), masks)
+
+
+def embed(tokens_n: Tensor, embedding_VH: Tensor, spec: DrafterSpec) -> Tensor:
+    """The target's frozen embedding rows, scaled where the target scales them (Gemma: sqrt(H))."""
+    rows = F.embedding(tokens_n, embedding_VH)
+    return rows if spec.input_embedding_scale is None else rows * spec.input_embedding_scale
+
+
+def to_logits(raw: Tensor, spec: DrafterSpec) -> Tensor:
+    """What serving applies to the head's product: output multiplier, then soft capping."""
+    if spec.output_multiplier is not None:
+        raw = raw * spec.output_multiplier
+    if spec.final_logit_softcapping is not None:
+        raw = spec.final_logit_softcapping * torch.tanh(raw / spec.final_logit_softcapping)
+    return raw

@@ -1,0 +1,221 @@
+"""Accepted length and speed-up of a drafter on held-out prompts, against plain decoding by the same target.
+
+Three averages are in use; all three are given by name, since they differ on the same rounds:
+    mean_of_answers   mean over answers of the answer's mean tokens a round        (the DFlash paper's package)
+    per_request       mean over answers of completion tokens / verifications       (SGLang; counts the prefill token)
+    pooled            1 + accepted drafts / rounds, over all rounds of all answers (vLLM's counters)
+and `full_rounds`, the mean over rounds that neither a stop token nor the length limit cut short: gates use that one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.config import Config
+from draftsmith.data.store import Document, Store
+from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.errors import InputError
+from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
+from draftsmith.export import load_drafter
+from draftsmith.files import write_text
+from draftsmith.progress import Progress
+from draftsmith.records import Answer
+from draftsmith.rundir import RunDir, newest
+from draftsmith.target.model import Target, drafter_spec, load_target
+from draftsmith.train.checkpoint import newest_checkpoint
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One drafter on one set of prompts.  Written by `measure`; read by reports and the demo."""
+
+    label: str
+    result: dict[str, Any]
+
+
+def average_lengths(answers: Sequence[Answer]) -> dict[str, float | None]:
+    """The four averages of the module's docstring; None where no answer had a (full) round."""
+    drafted = [a for a in answers if a.rounds]
+    full = [r for a in drafted for r in a.full_rounds()]
+    if not drafted:
+        return dict.fromkeys(("mean_of_answers", "per_request", "pooled", "full_rounds"))
+    rounds = sum(len(a.rounds) for a in drafted)
+    return {
+        "mean_of_answers": _mean([sum(a.rounds) / len(a.rounds) for a in drafted]),
+        "per_request": _mean([len(a.tokens) / len(a.rounds) for a in drafted]),
+        "pooled": 1 + sum(sum(a.accepted) for a in drafted) / rounds,
+        "full_rounds": _mean(full) if full else None,
+    }
+
+
+def acceptance_by_slot(answers: Sequence[Answer]) -> list[float | None]:
+    """For slots 1..B-1: share of the rounds that drafted the slot in which it was accepted."""
+    offered = [sum(x) for x in zip(*(a.slot_offered for a in answers), strict=True)]
+    agreed = [sum(x) for x in zip(*(a.slot_accepted for a in answers), strict=True)]
+    return [a / o if o else None for a, o in zip(agreed, offered, strict=True)]
+
+
+def heldout_prompts(store: Store, count: int) -> list[Document]:
+    """The first `count` held-out documents, taken in turn from each category.  Raises InputError if there are none."""
+    by_category: dict[str, list[Document]] = {}
+    for number in range(len(store)):
+        if store.heldout[number]:
+            document = store.document(number)
+            by_category.setdefault(document.category, []).append(document)
+    chosen: list[Document] = []
+    depth = 0
+    while len(chosen) < count and any(len(d) > depth for d in by_category.values()):
+        chosen += [d[depth] for d in by_category.values() if len(d) > depth][: count - len(chosen)]
+        depth += 1
+    if not chosen:
+        raise InputError(f"{store.path} has no held-out documents to evaluate on: raise tokenize.heldout_fraction")
+    return chosen
+
+
+def plain_answers(
+    target: Target, prompts: Sequence[Document], max_new_tokens: int, temperature: float, seed: int
+) -> list[Answer]:
+    """The target alone, one token a pass: the reference for both the tokens and the time."""
+    answers = []
+    with Progress("plain decoding", len(prompts), "prompts") as progress:
+        for i, document in enumerate(prompts):
+            sampler = Sampler(temperature, generator=_generator(target, seed + i))
+            answers.append(decode_plain(target, _ids(document, target), max_new_tokens, sampler))
+            progress.advance()
+    return answers
+
+
+def measure(
+    label: str,
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Document],
+    plain: Sequence[Answer] | None,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    rule: str = "match",
+    seed: int = 0,
+) -> Measured:
+    """Run the serving loop on every prompt.  With `plain`, also compare tokens (temperature 0) and time."""
+    answers = []
+    with Progress(f"speculative decoding ({label})", len(prompts), "prompts") as progress:
+        for i, document in enumerate(prompts):
+            sampler = Sampler(temperature, rule, _generator(target, seed + i))
+            answers.append(decode_speculative(target, drafter, _ids(document, target), max_new_tokens, sampler))
+            progress.advance(note=f"accepted length {average_lengths(answers)['pooled'] or 0:.2f}")
+    categories = sorted({d.category for d in prompts})
+    result: dict[str, Any] = {
+        "drafter": label,
+        "temperature": temperature,
+        "rule": "greedy" if temperature == 0 else rule,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": len(prompts),
+        "tokens": sum(len(a.tokens) for a in answers),
+        "verifications": sum(len(a.rounds) for a in answers),
+        "block_size": drafter.spec.block_size,
+        "accepted_length": average_lengths(answers),
+        "acceptance_by_slot": acceptance_by_slot(answers),
+        "by_category": {
+            c: average_lengths([a for a, d in zip(answers, prompts, strict=True) if d.category == c])
+            for c in categories
+        },
+        "rounds": [list(a.rounds) for a in answers],
+    }
+    if plain is not None:
+        result["passes_speedup"] = sum(len(p.tokens) for p in plain) / sum(1 + len(a.rounds) for a in answers)
+        result["wall_speedup"] = sum(p.seconds for p in plain) / sum(a.seconds for a in answers)
+        if temperature > 0:  # other random numbers, other tokens: compare rates, and claim nothing about the tokens
+            rate = sum(len(a.tokens) for a in answers) / sum(len(p.tokens) for p in plain)
+            result["passes_speedup"] *= rate
+            result["wall_speedup"] *= rate
+            result["lossless"] = None
+        else:
+            result["differing"] = [
+                d.id for a, p, d in zip(answers, plain, prompts, strict=True) if a.tokens != p.tokens
+            ]
+            result["lossless"] = not result["differing"]
+    return Measured(label, result)
+
+
+def evaluate(config: Config, target: Target | None = None, run: RunDir | None = None) -> dict[str, Any]:
+    """The evaluate stage: trained drafter, optionally an untrained one, on held-out prompts; JSON and text files.
+
+    Raises RuntimeError if greedy answers differ from plain decoding in float32: then the loop is wrong.
+    """
+    settings = config.evaluate
+    run = run or newest(config.runs_dir, config.name)
+    path = settings.drafter or newest_checkpoint(run)
+    store = Store(config.store)
+    prompts = heldout_prompts(store, settings.prompts)
+    target = target or load_target(config.target, config.device)
+    drafter = load_drafter(path, target)
+    plain = plain_answers(target, prompts, settings.max_new_tokens, settings.temperature, settings.seed)
+    drafters = [("trained", drafter)]
+    if settings.untrained:
+        fresh = DFlashDrafter(drafter_spec(config.drafter, target)).initialize(config.train.seed)
+        drafters.append(("untrained", fresh.to(target.device, target.dtype).eval()))
+    measured = [
+        measure(
+            label, target, d, prompts, plain, max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature, rule=settings.rule, seed=settings.seed,
+        )
+        for label, d in drafters
+    ]  # fmt: skip
+    out = {"evaluated": str(path), "target": config.target.model, "results": [m.result for m in measured]}
+    run.evaluation.mkdir(exist_ok=True)
+    name = f"{path.name}-t{settings.temperature:g}" + (f"-{settings.rule}" if settings.temperature else "")
+    write_text(run.evaluation / f"{name}.json", json.dumps(out, indent=2))
+    text = render(measured)
+    write_text(run.evaluation / f"{name}.txt", text)
+    print(text)
+    print(f"written: {run.evaluation / name}.json and .txt")
+    if target.dtype == torch.float32 and any(m.result["lossless"] is False for m in measured):
+        differing = sorted({i for m in measured for i in m.result["differing"]})
+        raise RuntimeError(f"greedy speculative decoding differs from plain decoding in float32 on {differing}")
+    return out
+
+
+def render(measured: Sequence[Measured]) -> str:
+    """The table, as text."""
+    table = Table(title=f"accepted length, {measured[0].result['rule']}, {measured[0].result['prompts']} prompts")
+    table.add_column("")
+    for m in measured:
+        table.add_column(m.label, justify="right")
+
+    def row(name: str, values: Sequence[Any], form: str = ".3f") -> None:
+        table.add_row(name, *("-" if v is None else v if isinstance(v, str) else format(v, form) for v in values))
+
+    results = [m.result for m in measured]
+    for key in results[0]["accepted_length"]:
+        row(key, [r["accepted_length"][key] for r in results])
+    for category in results[0]["by_category"]:
+        row(f"  {category} (pooled)", [r["by_category"][category]["pooled"] for r in results])
+    for slot in range(len(results[0]["acceptance_by_slot"])):
+        row(f"  slot {slot + 1} accepted", [r["acceptance_by_slot"][slot] for r in results])
+    if "passes_speedup" in results[0]:
+        row("speed-up, target passes", [r["passes_speedup"] for r in results], ".2f")
+        row("speed-up, wall time", [r["wall_speedup"] for r in results], ".2f")
+        row("lossless", [{True: "yes", False: "NO", None: "by rule"}[r["lossless"]] for r in results])
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def _ids(document: Document, target: Target) -> torch.Tensor:
+    return torch.from_numpy(document.prompt().astype("int64")).to(target.device)
+
+
+def _generator(target: Target, seed: int) -> torch.Generator:
+    return torch.Generator(device=target.device).manual_seed(seed)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

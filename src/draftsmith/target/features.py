@@ -1,0 +1,80 @@
+"""Features, online or from files: the same numbers, the same training code.
+
+<store>/features-<key>/features.bin    [tokens of the store, K*H], document after document, in store order
+<store>/features-<key>/manifest.json   what they are features of; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.data.store import Store
+from draftsmith.errors import InputError
+from draftsmith.files import folder_written_whole, write_text
+from draftsmith.progress import Progress
+from draftsmith.records import PackedRow, read_json
+from draftsmith.target.model import FeatureExtractor
+
+
+class FeatureSource(Protocol):
+    """Whatever gives the features of a row, [T, K*H], on the drafter's device."""
+
+    def row(self, row: PackedRow) -> Tensor: ...
+
+
+class FileFeatures:
+    """Features read back from a memory-mapped file."""
+
+    def __init__(self, folder: Path, store: Store, pins: dict[str, str], device: torch.device) -> None:
+        manifest = read_json(folder / "manifest.json", "features manifest")
+        if manifest["pins"] != pins:
+            changed = [k for k in pins if manifest["pins"].get(k) != pins[k]]
+            raise InputError(f"{folder} holds features of another {', '.join(changed)}: remove it to compute them anew")
+        self.dtype, self.device = getattr(torch, manifest["dtype"]), device
+        self.first = np.concatenate([[0], np.cumsum(store.lengths)])
+        shape = (int(self.first[-1]), int(manifest["width"]))
+        size = shape[0] * shape[1] * self.dtype.itemsize
+        file = folder / "features.bin"
+        if not file.is_file() or file.stat().st_size != size:
+            raise InputError(f"{file} is missing or cut short ({size} bytes expected): remove {folder} to compute anew")
+        raw = np.memmap(file, dtype=_numpy_type(self.dtype), mode="r", shape=shape)
+        self.values = raw
+
+    def row(self, row: PackedRow) -> Tensor:
+        out = torch.zeros(len(row.tokens), self.values.shape[1], dtype=self.dtype)
+        for number, start, end in zip(row.samples, row.starts, row.starts[1:], strict=False):
+            at = int(self.first[number])
+            piece = np.array(self.values[at : at + end - start])  # a copy: torch wants memory it may write to
+            out[start:end] = torch.from_numpy(piece).view(self.dtype)
+        return out.to(self.device, non_blocking=True)
+
+
+def features_folder(store: Store, pins: dict[str, str]) -> Path:
+    key = hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:12]
+    return store.path / f"features-{key}"
+
+
+def write_features(folder: Path, store: Store, extract: FeatureExtractor, pins: dict[str, str]) -> None:
+    """Run the target once over every document.  Whole or not at all."""
+    width = 0
+    with folder_written_whole(folder) as temporary, Progress("features", len(store), "documents") as progress:
+        with open(temporary / "features.bin", "wb") as out:
+            for number in range(len(store)):
+                tokens = torch.from_numpy(store.document(number).tokens.astype(np.int64)).to(extract.target.device)
+                values = extract.document(tokens).cpu().contiguous()
+                width = values.shape[1]
+                out.write(values.view(torch.uint8).numpy().tobytes())
+                progress.advance()
+        dtype = str(extract.dtype).removeprefix("torch.")
+        write_text(temporary / "manifest.json", json.dumps({"pins": pins, "dtype": dtype, "width": width}, indent=2))
+
+
+def _numpy_type(dtype: torch.dtype) -> Any:
+    return {torch.float32: np.float32, torch.bfloat16: np.int16, torch.float64: np.float64}[dtype]

@@ -1,0 +1,347 @@
+"""The frozen target: any Hugging Face causal LM.  Loading, what the drafter borrows from it, and feature capture.
+
+Shapes: T tokens of a row, K feature layers, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.config import DrafterConfig, TargetConfig
+from draftsmith.errors import InputError
+from draftsmith.files import sha256
+from draftsmith.records import DrafterSpec, PackedRow
+
+MASK_TOKENS = {
+    "qwen3": 151669,
+    "qwen3_moe": 151669,
+    "qwen3_5": 248070,
+    "gpt_oss": 200000,
+    "gemma4": 4,
+    "kimi_k25": 163838,
+}
+"""Mask token by model type where the field has settled on one (ids from the public drafters)."""
+
+
+@dataclass
+class Target:
+    """The loaded model.  `embedding` and `head` are [V, H], frozen; `layers` are its decoder layers."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    forward: str
+    """packed or per_document, see TargetConfig.forward."""
+
+    @property
+    def trunk(self) -> Any:
+        return self.model.get_decoder()
+
+    @property
+    def layers(self) -> Any:
+        return self.trunk.layers
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+
+def model_folder(config: TargetConfig) -> Path:
+    """The local folder of the model.  Raises InputError if it is neither a folder nor a hub model within reach."""
+    path = Path(config.model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"target.model {config.model}: the folder has no config.json")
+        return path
+    if path.is_absolute() or config.model.startswith(".") or config.model.count("/") != 1:
+        raise InputError(f"target.model {config.model}: there is no such folder")
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds: every one means "not to be had"
+        raise InputError(
+            f"target.model {config.model}: there is no such folder, and the hub did not give it "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = model_folder(config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"target.model {config.model}: its tokenizer does not load: {_first_line(error)}") from error
+    if not tokenizer.chat_template:
+        raise InputError(f"target.model {config.model}: its tokenizer has no chat template, so it cannot be prompted")
+    if not tokenizer.is_fast:
+        raise InputError(f"target.model {config.model}: its tokenizer has no fast version, so offsets are not known")
+    return tokenizer
+
+
+def eos_token_ids(config: TargetConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end an answer: generation_config.json, else config.json, else the tokenizer."""
+    folder = model_folder(config)
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if value is not None:
+                return tuple(value) if isinstance(value, list) else (value,)
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"target.model {config.model}: no eos_token_id in its configs or tokenizer")
+    return (tokenizer.eos_token_id,)
+
+
+def weights_fingerprint(config: TargetConfig) -> str:
+    """sha256 over the names and contents of config.json and the weight files."""
+    import hashlib
+
+    folder = model_folder(config)
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return hashlib.sha256("".join(f"{f.name}:{sha256(f)}\n" for f in files).encode()).hexdigest()
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch sees no GPU: set device=cpu or install a CUDA build of torch")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def load_target(config: TargetConfig, device_name: str) -> Target:
+    """Load and freeze.  Raises InputError if anything would have been randomly initialised."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    device = pick_device(device_name)
+    folder, tokenizer = model_folder(config), load_tokenizer(config)
+    gpu = device.type == "cuda"
+    dtype = {"auto": torch.bfloat16 if gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(f"target.model {config.model}: it does not load: {_first_line(error)}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info.get(kind):
+            first = sorted(map(str, info[kind]))[0]
+            raise InputError(
+                f"target.model {config.model}: {len(info[kind])} weights are not in its files ({kind}: {first} ...): "
+                f"they would be random"
+            )
+    model.requires_grad_(False).eval().to(device)
+    eos = eos_token_ids(config, tokenizer)
+    forward = config.forward if config.forward != "auto" else ("packed" if gpu else "per_document")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    target = Target(config.model, model, tokenizer, device, dtype, eos, pad, forward)
+    if forward == "packed":
+        check_documents_apart(target)
+    return target
+
+
+def default_feature_layers(num_layers: int, num_features: int) -> tuple[int, ...]:
+    """0-based layers spread from 1 to num_layers - 3.  Raises InputError if they would coincide."""
+    if num_features == 1:
+        return (num_layers // 2,)
+    layers = tuple(round(1 + i * (num_layers - 4) / (num_features - 1)) for i in range(num_features))
+    if len(set(layers)) != num_features or list(layers) != sorted(layers):
+        raise InputError(
+            f"drafter.num_features {num_features} is too many for a target of {num_layers} layers (default layers "
+            f"{list(layers)} coincide): lower it or set drafter.feature_layers"
+        )
+    return layers
+
+
+def drafter_spec(config: DrafterConfig, target: Target) -> DrafterSpec:
+    """Resolve the drafter's geometry against the target.  Raises InputError naming the key that does not fit."""
+    t = target.text_config
+    vocab, hidden = target.embedding.shape
+    if config.hidden_size not in (None, hidden):
+        raise InputError(f"drafter.hidden_size {config.hidden_size} is not the target's {hidden}: leave it out")
+    layers = config.feature_layers or default_feature_layers(t.num_hidden_layers, config.num_features)
+    last = t.num_hidden_layers - 1
+    if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= last:
+        raise InputError(
+            f"drafter.feature_layers {list(layers)} must ascend without repeats within 0..{last - 1} (the last layer, "
+            f"{last}, means different things to different servers)"
+        )
+    heads = config.num_heads or t.num_attention_heads
+    kv_heads = config.num_kv_heads or getattr(t, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        raise InputError(f"drafter.num_heads {heads} is not a multiple of drafter.num_kv_heads {kv_heads}")
+    head_dim = config.head_dim or getattr(t, "head_dim", None) or hidden // heads
+    types = config.layer_types
+    return DrafterSpec(
+        hidden_size=hidden,
+        vocab_size=vocab,
+        num_layers=config.num_layers,
+        intermediate_size=config.intermediate_size or t.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.rms_norm_eps or float(getattr(t, "rms_norm_eps", 1e-6)),
+        rope_theta=config.rope_theta or _rope_theta(t),
+        max_position_embeddings=config.max_position_embeddings or t.max_position_embeddings,
+        attention_bias=config.attention_bias,
+        block_size=config.block_size,
+        mask_token_id=mask_token(config, target),
+        feature_layers=tuple(layers),
+        num_target_layers=t.num_hidden_layers,
+        layer_types=(types,) * config.num_layers if isinstance(types, str) else types,
+        sliding_window=config.sliding_window,
+        input_embedding_scale=config.input_embedding_scale or _embedding_scale(target),
+        output_multiplier=config.output_multiplier or getattr(t, "logit_scale", None),
+        final_logit_softcapping=config.final_logit_softcapping or getattr(t, "final_logit_softcapping", None),
+        initializer_range=config.initializer_range,
+    )
+
+
+def mask_token(config: DrafterConfig, target: Target) -> int:
+    """Explicit, else the field's id for this model type, else the tokenizer's mask token, else the first row of the
+    embedding that the tokenizer does not use.  Raises InputError if it is pad, eos, or no row of the embedding."""
+    tokenizer, vocab = target.tokenizer, target.embedding.shape[0]
+    chosen = config.mask_token_id
+    if chosen is None:
+        chosen = MASK_TOKENS.get(target.text_config.model_type)
+        if chosen is not None and chosen >= vocab:
+            chosen = None
+    if chosen is None:
+        chosen = tokenizer.mask_token_id
+    if chosen is None and len(tokenizer) < vocab:
+        chosen = len(tokenizer)
+    if chosen is None:
+        raise InputError(
+            "drafter.mask_token_id: the tokenizer has no mask token and every row of the embedding is in use: set it "
+            "to a special token that text does not contain"
+        )
+    if chosen >= vocab:
+        raise InputError(f"drafter.mask_token_id {chosen} is not a row of the target's embedding ({vocab} rows)")
+    if chosen == tokenizer.pad_token_id or chosen in target.eos_token_ids:
+        raise InputError(f"drafter.mask_token_id {chosen} is the target's pad or eos token: choose another")
+    return chosen
+
+
+def _rope_theta(text_config: Any) -> float:
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if "full_attention" in parameters:
+        parameters = parameters["full_attention"]
+    theta = parameters.get("rope_theta") or getattr(text_config, "rope_theta", None)
+    if theta is None:
+        raise InputError("drafter.rope_theta: the target's config states none: set it")
+    return float(theta)
+
+
+def _embedding_scale(target: Target) -> float | None:
+    scale = getattr(target.model.get_input_embeddings(), "embed_scale", None)
+    return None if scale is None else float(scale)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+@contextlib.contextmanager
+def capture(layers: Any, wanted: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Collect the outputs of decoder layers during the forward passes inside the block, in the order of `wanted`.
+
+    The list is cleared when layer wanted[0] runs again, so it always holds the last pass: K tensors [1, n, H].
+    """
+    found: list[Tensor] = []
+
+    def keep(first: bool) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if first:
+                found.clear()
+            found.append(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    handles = [layers[i].register_forward_hook(keep(n == 0)) for n, i in enumerate(wanted)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class FeatureExtractor:
+    """The target cut after the last needed layer, its final norm taken out.
+
+    Shares the target's weights.  `row` gives the features of a packed row, [T, K*H], documents kept apart.
+    """
+
+    def __init__(self, target: Target, feature_layers: Sequence[int], dtype: torch.dtype) -> None:
+        self.target, self.wanted, self.dtype = target, tuple(feature_layers), dtype
+        self.trunk = copy.copy(target.trunk)
+        self.trunk._modules = dict(target.trunk._modules)
+        self.trunk.layers = target.layers[: self.wanted[-1] + 1]
+        self.trunk.norm = nn.Identity()
+
+    @torch.no_grad()
+    def document(self, tokens_T: Tensor) -> Tensor:
+        """Features of one document, [T, K*H]."""
+        return self._forward(tokens_T, torch.arange(len(tokens_T), device=tokens_T.device))
+
+    @torch.no_grad()
+    def row(self, row: PackedRow) -> Tensor:
+        """Features of a row, [T, K*H]; zeros in the tail when the documents run one by one."""
+        tokens_T = torch.from_numpy(row.tokens).to(self.target.device, non_blocking=True)
+        if self.target.forward == "packed":
+            return self._forward(tokens_T, torch.from_numpy(row.positions).to(self.target.device, non_blocking=True))
+        width = len(self.wanted) * self.target.embedding.shape[1]
+        out = torch.zeros(len(tokens_T), width, dtype=self.dtype, device=self.target.device)
+        for start, end in zip(row.starts, row.starts[1:], strict=False):
+            out[start:end] = self.document(tokens_T[start:end])
+        return out
+
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        # no attention mask: transformers derives the documents from the positions, see check_documents_apart
+        with capture(self.trunk.layers, self.wanted) as found:
+            self.trunk(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        return torch.cat([f[0] for f in found], dim=-1).to(self.dtype)
+
+
+@torch.no_grad()
+def check_documents_apart(target: Target) -> None:
+    """Two short documents in one row: changing the first must not change the second, bit for bit.
+
+    Raises InputError for a target whose forward lets packed documents see each other.
+    """
+    positions = torch.cat([torch.arange(6), torch.arange(7)]).to(target.device)
+    tokens = torch.arange(13, device=target.device) + 5
+    other = tokens.clone()
+    other[:6] += 20
+    extract = FeatureExtractor(target, [target.text_config.num_hidden_layers - 1], target.dtype)
+    if not torch.equal(extract._forward(tokens, positions)[6:], extract._forward(other, positions)[6:]):
+        raise InputError(
+            f"target.forward=packed: {target.name} ({target.text_config.model_type}) lets packed documents see each "
+            f"other: set target.forward=per_document"
+        )

@@ -1,0 +1,155 @@
+"""Checkpoints: safetensors and JSON, written whole or not at all, the last K kept.  No pickle is ever loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.errors import InputError
+from draftsmith.files import folder_written_whole, sha256, write_text
+from draftsmith.records import CheckpointState, DrafterSpec, read_json, spec_from_dict
+from draftsmith.rundir import RunDir, attempts
+
+WEIGHTS, OPTIMIZER, STATE = "drafter.safetensors", "optimizer.safetensors", "state.json"
+
+
+def save(
+    run: RunDir, step: int, rows_done: int, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer,
+    pins: Mapping[str, str], keep: int,
+) -> Path:  # fmt: skip
+    """Write checkpoints/step_<n>/ of a run, then remove all but the newest `keep`."""
+    path = run.checkpoint(step)
+    if path.exists():
+        return path
+    names = {id(p): name for name, p in drafter.named_parameters()}
+    moments: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            moments[f"{key}/{names[id(parameter)]}"] = value.detach().cpu().contiguous()
+    with folder_written_whole(path) as folder:
+        save_file({k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}, folder / WEIGHTS)
+        save_file(moments, folder / OPTIMIZER)
+        files = {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+            for name in (WEIGHTS, OPTIMIZER)
+        }
+        state_record = CheckpointState(step, rows_done, drafter.spec, files, dict(pins))
+        write_text(folder / STATE, json.dumps(dataclasses.asdict(state_record), indent=2))
+    for old in listed(run)[:-keep]:
+        shutil.rmtree(old)
+    return path
+
+
+def listed(run: RunDir) -> list[Path]:
+    """Checkpoint folders of an attempt, oldest first, complete or not."""
+    return sorted(p for p in run.checkpoints.glob("step_*") if p.is_dir())
+
+
+def read_state(path: Path) -> CheckpointState:
+    """state.json, checked against the files beside it.  Raises InputError naming the file that is missing or short."""
+    values = read_json(path / STATE, "checkpoint state")
+    if values.get("schema") != 1:
+        raise InputError(f"{path / STATE} has schema {values.get('schema')}, this version reads 1")
+    values["spec"] = spec_from_dict(values["spec"])
+    state = CheckpointState(**values)
+    for name, facts in state.files.items():
+        file = path / name
+        if not file.is_file():
+            raise InputError(f"checkpoint {path} is incomplete: {name} is missing")
+        if file.stat().st_size != facts["bytes"]:
+            raise InputError(
+                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, {facts['bytes']} were written"
+            )
+        if sha256(file) != facts["sha256"]:
+            raise InputError(f"checkpoint {path} is damaged: the content of {name} is not what was written")
+    return state
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+
+
+def load_weights(drafter: DFlashDrafter, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Copy into the drafter, casting to its dtype.  Raises InputError for a missing, extra or misshapen key."""
+    own = drafter.state_dict()
+    for kind, keys in (("missing", own.keys() - tensors.keys()), ("unknown", tensors.keys() - own.keys())):
+        if keys:
+            raise InputError(f"{source}: {len(keys)} {kind} keys, the first is {min(keys)}")
+    for key, value in own.items():
+        if tensors[key].shape != value.shape:
+            raise InputError(f"{source}: {key} is {list(tensors[key].shape)}, must be {list(value.shape)}")
+        if not torch.isfinite(tensors[key]).all():
+            raise InputError(f"{source}: {key} holds NaN or Inf")
+        value.copy_(tensors[key])
+
+
+def restore(path: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> CheckpointState:
+    """Load weights and moments into a drafter and an optimizer built for the same spec."""
+    state = read_state(path)
+    with torch.no_grad():
+        load_weights(drafter, read_tensors(path / WEIGHTS), path / WEIGHTS)
+    moments = read_tensors(path / OPTIMIZER)
+    names = {name: p for name, p in drafter.named_parameters()}
+    for key, value in moments.items():
+        kind, _, name = key.partition("/")
+        parameter = names[name]
+        # step counters stay on the CPU unless the optimizer is fused
+        on = parameter.device if kind != "step" or optimizer.defaults.get("fused") else torch.device("cpu")
+        optimizer.state[parameter][kind] = value.to(on)
+    return state
+
+
+def newest_checkpoint(run: RunDir) -> Path:
+    found = listed(run)
+    if not found:
+        raise InputError(f"{run.path} has no checkpoint yet")
+    return found[-1]
+
+
+def find_resume(runs_dir: Path, name: str, resume: str) -> tuple[Path, list[str]]:
+    """The checkpoint that `--resume` means, and what was passed over on the way.
+
+    auto: the newest complete checkpoint of the newest attempt that has one.  Otherwise a folder.
+    """
+    if resume != "auto":
+        read_state(Path(resume))
+        return Path(resume), []
+    passed: list[str] = []
+    for run in reversed(attempts(runs_dir, name)):
+        for path in reversed(listed(run)):
+            try:
+                read_state(path)
+            except InputError as error:
+                passed.append(str(error))
+                continue
+            return path, passed
+    why = f" ({'; '.join(passed)})" if passed else ""
+    raise InputError(f"--resume auto: no complete checkpoint under {runs_dir / name}{why}")
+
+
+HARD_PINS = ("target_weights", "store", "tokenizer", "feature_layers", "block_size")
+
+
+def check_pins(before: CheckpointState, now: Mapping[str, Any], spec: DrafterSpec, source: Path) -> list[str]:
+    """Refuse to resume onto what would make the result wrong; return warnings for everything else that changed."""
+    changed = {k: f"{k} was {before.pins.get(k)}, is {v}" for k, v in now.items() if before.pins.get(k) != v}
+    hard = [text for k, text in changed.items() if k in HARD_PINS]
+    if before.spec != spec:
+        fields = [f.name for f in dataclasses.fields(spec) if getattr(before.spec, f.name) != getattr(spec, f.name)]
+        hard += [f"drafter {f} was {getattr(before.spec, f)}, is {getattr(spec, f)}" for f in fields]
+    if hard:
+        raise InputError(f"cannot resume from {source}: {'; '.join(hard)}")
+    return [f"warning: since {source}, {text}" for k, text in changed.items()]

@@ -1,0 +1,294 @@
+"""The training loop, on one process: what happens, in order."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith import rundir
+from draftsmith.config import Config
+from draftsmith.data.loader import Loader
+from draftsmith.data.store import Document, Store
+from draftsmith.data.tokenize import fingerprint
+from draftsmith.drafter.attention import pick_attention
+from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.errors import InputError, Interrupted
+from draftsmith.evaluate.acceptance import heldout_prompts, measure
+from draftsmith.files import write_text
+from draftsmith.progress import Progress
+from draftsmith.provenance.capture import capture
+from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.rundir import RunDir
+from draftsmith.target.features import FeatureSource, FileFeatures, features_folder, write_features
+from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target, weights_fingerprint
+from draftsmith.tracking import Tracker
+from draftsmith.train import checkpoint
+from draftsmith.train.optim import make_optimizer, rate, set_rate
+from draftsmith.train.step import Frozen, RowStep, StepSums, by_slot
+
+
+@dataclass
+class StopRequest:
+    """Set by SIGINT or SIGTERM, looked at between steps."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    request = StopRequest()
+
+    def note(number: int, frame: Any) -> None:
+        request.signal = number
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was checked before anything was written."""
+
+    target: Target
+    store: Store
+    spec: DrafterSpec
+    loader: Loader
+    heldout_rows: list[PackedRow]
+    prompts: list[Document]
+    steps: int
+    attention: str
+    compute_dtype: torch.dtype
+    feature_dtype: torch.dtype
+    pins: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(config: Config, target: Target | None = None) -> Plan:
+    """Load and check.  Raises InputError for whatever cannot be trained on."""
+    settings = config.train
+    store = Store(config.store)
+    target = target or load_target(config.target, config.device)
+    if store.manifest.tokenizer != fingerprint(target.tokenizer):
+        raise InputError(f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s")
+    spec = drafter_spec(config.drafter, target)
+    loader = _loader(config, store, heldout=False)
+    notes = [f"{loader.left_out} training documents without an anchor left out"] if loader.left_out else []
+    heldout_rows: list[PackedRow] = []
+    if store.heldout.any():
+        held = _loader(config, store, heldout=True)
+        heldout_rows = [held.row(g) for g in range(min(settings.heldout_rows, len(held.plan(0))))]
+    elif settings.heldout_every or settings.accept_every:
+        raise InputError(f"{store.path} holds nothing out: raise tokenize.heldout_fraction, or set heldout_every=0")
+    else:
+        notes.append("nothing is held out, so no held-out loss")
+    steps = settings.steps or ceil((settings.epochs or 0) * len(loader.plan(0)) / settings.rows_per_step)
+    gpu = target.device.type == "cuda"
+    compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
+    stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
+    return Plan(
+        target=target,
+        store=store,
+        spec=spec,
+        loader=loader,
+        heldout_rows=heldout_rows,
+        prompts=heldout_prompts(store, settings.accept_prompts) if settings.accept_every else [],
+        steps=steps,
+        attention=pick_attention(settings.attention, target.device),
+        compute_dtype=getattr(torch, compute),
+        feature_dtype=getattr(torch, stored),
+        pins={
+            "target_weights": weights_fingerprint(config.target),
+            "store": store.manifest.fingerprint,
+            "tokenizer": store.manifest.tokenizer,
+            "feature_layers": str(list(spec.feature_layers)),
+            "block_size": str(spec.block_size),
+            "rows": f"T={settings.row_tokens} A={settings.anchors} R={settings.rows_per_step} seed={settings.seed}",
+            "schedule": f"{settings.schedule} steps={steps} lr={settings.learning_rate}",
+            "loss": f"{config.loss.kind} gamma={config.loss.gamma} alpha={config.loss.dpace_alpha}",
+        },
+        notes=notes,
+    )
+
+
+def train(
+    config: Config, *, resume: str | None = None, new_attempt: bool = False, target: Target | None = None,
+    run: RunDir | None = None,
+) -> RunDir:  # fmt: skip
+    """Train a drafter.  Returns the run folder.
+
+    resume: "auto" or a checkpoint folder.  Raises Interrupted after a signal (a checkpoint has been saved),
+    FloatingPointError when features or loss stop being finite.
+    """
+    plan = prepare(config, target)
+    source_checkpoint: Path | None = None
+    passed_over: list[str] = []
+    if resume is not None:
+        source_checkpoint, passed_over = checkpoint.find_resume(config.runs_dir, config.name, resume)
+        state = checkpoint.read_state(source_checkpoint)
+        passed_over += checkpoint.check_pins(state, plan.pins, plan.spec, source_checkpoint)
+    run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
+    tracker = Tracker(run)
+    write_text(run.config, config.dump())
+    for note in [*plan.notes, *passed_over]:
+        tracker.say(note)
+    try:
+        _run(config, plan, run, tracker, source_checkpoint)
+    finally:
+        tracker.close()
+    return run
+
+
+def _run(config: Config, plan: Plan, run: RunDir, tracker: Tracker, resume_from: Path | None) -> None:
+    settings = config.train
+    drafter = DFlashDrafter(plan.spec).initialize(settings.seed).to(plan.target.device)
+    if plan.compute_dtype == torch.float64:
+        drafter.double()
+    optimizer = make_optimizer(drafter, settings)
+    first = 0
+    if resume_from is not None:
+        first = checkpoint.restore(resume_from, drafter, optimizer).step
+        tracker.say(f"resumed from {resume_from} at step {first}")
+    source = feature_source(config, plan, tracker)
+    frozen = Frozen(plan.target.embedding.to(plan.compute_dtype), plan.target.head.to(plan.compute_dtype))
+    row_step = RowStep(
+        drafter, frozen, source, settings, config.loss, attention=plan.attention, compute_dtype=plan.compute_dtype
+    )
+    parameters = sum(p.numel() for p in drafter.parameters())
+    facts = {
+        "parameters": parameters,
+        "attention": plan.attention,
+        "target_forward": plan.target.forward,
+        "compute_dtype": str(plan.compute_dtype),
+        "device": str(plan.target.device),
+        "steps": plan.steps,
+        "resumed_from": str(resume_from) if resume_from else None,
+        "pins": plan.pins,
+    }
+    write_text(run.manifest, json.dumps(capture(facts), indent=2))
+    tracker.say(
+        f"training: {parameters / 1e6:.1f}M parameters, {plan.steps} steps of {settings.rows_per_step} x "
+        f"{settings.row_tokens} tokens, attention {plan.attention}, {plan.compute_dtype}, features {settings.features}"
+    )
+
+    waiting: list[StepSums] = []
+    since = time.monotonic()
+    with stop_on_signals() as stop, Progress("training", plan.steps - first, "steps") as progress:
+        for step in range(first, plan.steps):
+            set_rate(optimizer, rate(step, plan.steps, settings))
+            rows = [plan.loader.row(step * settings.rows_per_step + i) for i in range(settings.rows_per_step)]
+            waiting.append(row_step.step(step, rows, optimizer, optimizer.param_groups[0]["lr"]))
+            done = step + 1
+            last = done == plan.steps
+            if done % settings.log_every == 0 or last or stop.signal:
+                note = flush(tracker, waiting, time.monotonic() - since)
+                waiting, since = [], time.monotonic()
+                progress.advance(done - first - progress.done, note)
+            if plan.heldout_rows and (last or _due(done, settings.heldout_every)):
+                held = row_step.heldout(plan.heldout_rows)
+                tracker.record(done, kind="heldout", **held)
+                tracker.say(f"step {done}: held-out loss {held['loss']:.3f}, accuracy {held['accuracy']:.3f}")
+                since = time.monotonic()
+            if plan.prompts and (last or _due(done, settings.accept_every)):
+                accepted_length(config, plan, drafter, tracker, done)
+                since = time.monotonic()
+            if last or _due(done, settings.checkpoint_every) or stop.signal:
+                path = checkpoint.save(
+                    run, done, done * settings.rows_per_step, drafter, optimizer, plan.pins, settings.keep_checkpoints
+                )
+                since = time.monotonic()
+                if stop.signal and not last:
+                    name = signal.Signals(stop.signal).name
+                    message = f"{name}: saved {path} at step {done}; go on with --resume auto"
+                    tracker.say(message)
+                    raise Interrupted(128 + stop.signal, message)
+    tracker.say(f"trained: {plan.steps} steps, {run.path}")
+
+
+def feature_source(config: Config, plan: Plan, tracker: Tracker) -> FeatureSource:
+    """Online, or from files beside the store, computed once if they are not there yet."""
+    extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
+    if config.train.features == "online":
+        return extract
+    pins = {k: plan.pins[k] for k in ("target_weights", "store", "feature_layers")}
+    pins["dtype"] = str(plan.feature_dtype)
+    folder = features_folder(plan.store, pins)
+    if not folder.exists():
+        tracker.say(f"computing the features of {len(plan.store)} documents into {folder}")
+        write_features(folder, plan.store, extract, pins)
+    return FileFeatures(folder, plan.store, pins, plan.target.device)
+
+
+def flush(tracker: Tracker, waiting: list[StepSums], seconds: float) -> str:
+    """Read the steps since the last log point back from the device and write a line for each.
+
+    Raises FloatingPointError naming the step and the row if features or loss are not finite.
+    """
+    for sums in waiting:
+        for (epoch, index), good in zip(sums.rows, sums.finite.tolist(), strict=True):
+            if not good:
+                raise FloatingPointError(
+                    f"step {sums.step + 1}: features of epoch {epoch}, row {index} hold NaN or Inf"
+                )
+        loss = float(sums.weighted) / sums.denominator if sums.denominator else 0.0
+        if not isfinite(loss):
+            raise FloatingPointError(f"step {sums.step + 1}: the loss is {loss} on rows (epoch, row) {list(sums.rows)}")
+        slots = by_slot(sums.ce_B, sums.correct_B, sums.count_B)
+        tracker.record(
+            sums.step + 1, kind="train", loss=loss, lr=sums.rate, grad_norm=float(sums.grad_norm),
+            anchors=sums.anchors, **slots,
+        )  # fmt: skip
+    tokens, rows = sum(s.tokens for s in waiting), sum(len(s.rows) for s in waiting)
+    tracker.record(
+        waiting[-1].step + 1,
+        kind="rate",
+        seconds=seconds,
+        rows_per_s=rows / seconds,
+        tokens_per_s=tokens / seconds,
+        anchors_per_s=sum(s.anchors for s in waiting) / seconds,
+    )
+    return f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s"
+
+
+def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:
+    """Real accepted length of the drafter as it is now, by the serving loop."""
+    dtype = next(drafter.parameters()).dtype
+    serving = (
+        drafter if dtype == plan.target.dtype else DFlashDrafter(plan.spec).to(plan.target.device, plan.target.dtype)
+    )
+    if serving is not drafter:
+        serving.load_state_dict(drafter.state_dict())
+    result = measure(
+        f"step {done}", plan.target, serving, plan.prompts, None, max_new_tokens=config.evaluate.max_new_tokens
+    ).result
+    tracker.record(
+        done, kind="accepted", accepted_length=result["accepted_length"], by_slot=result["acceptance_by_slot"]
+    )
+    tracker.say(f"step {done}: accepted length {result['accepted_length']['pooled']:.3f} (pooled)")
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _loader(config: Config, store: Store, *, heldout: bool) -> Loader:
+    return Loader(
+        store,
+        row_tokens=config.train.row_tokens,
+        anchors=config.train.anchors,
+        block_size=config.drafter.block_size,
+        seed=config.train.seed,
+        heldout=heldout,
+    )
