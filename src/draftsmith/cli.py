@@ -11,10 +11,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith import __version__, env
-from draftsmith.config import Config, load_config
 from draftsmith.errors import InputError, Interrupted
+
+if TYPE_CHECKING:  # `runs` works where pydantic does not
+    from draftsmith.config import Config
 
 STAGES = {
     "generate": "prompts -> conversations answered by the target itself",
@@ -22,6 +25,12 @@ STAGES = {
     "train": "store -> drafter checkpoints",
     "evaluate": "drafter -> accepted length and speed-up on held-out prompts",
     "export": "drafter -> one folder that servers load",
+}
+
+
+GATES = {
+    "overfit": "one conversation by heart: full rounds of the serving loop must then accept whole blocks",
+    "parity": "the exported drafter in the official package: same hidden states, logits, answers, accepted lengths",
 }
 
 
@@ -37,19 +46,47 @@ def parser() -> argparse.ArgumentParser:
         if name == "train":
             stage.add_argument("--resume", metavar="auto|FOLDER", help="go on from a checkpoint, in a new attempt")
             stage.add_argument("--new-attempt", action="store_true", help="start again beside the attempts there are")
+        if name == "evaluate":
+            stage.add_argument("--server", metavar="URL", help="measure a running vLLM or SGLang beside our own loop")
+            stage.add_argument("--no-reference", action="store_true", help="with --server: do not run our own loop")
+    gate = commands.add_parser("gate", help="checks that catch what a loss curve hides")
+    gates = gate.add_subparsers(dest="gate", required=True, metavar="GATE")
+    for name, what in GATES.items():
+        one = gates.add_parser(name, help=what, description=what)
+        one.add_argument("config", type=Path, help="a YAML file, see examples/")
+        one.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the config")
+        one.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+        if name == "overfit":
+            one.add_argument("--steps", type=int, default=400, help="at most so many steps (default 400)")
+            one.add_argument("--answer-tokens", type=int, default=64, help="length of the answer (default 64)")
+        else:
+            one.add_argument("--max-new-tokens", type=int, default=48, help="length of the answers (default 48)")
+            one.add_argument("--official-python", type=Path, default=Path(".peers/official/bin/python"),
+                             help="python of an environment with dflash==0.1.0 (make peers)")  # fmt: skip
     demo = commands.add_parser("demo", help="the whole flow on a small real model, with a table at the end")
     demo.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the demo's config")
     demo.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    commands.add_parser("runs", help="what changed? list | show | diff | check | good | restore", add_help=False)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["runs"]:
+        from draftsmith.provenance import runs
+
+        return runs.main(given[1:])
+    top = parser()
+    args, rest = top.parse_known_args(given)
+    for override in rest:  # before Python 3.13 argparse does not take them behind an option
+        if override.startswith("-") or "=" not in override:
+            top.error(f"unrecognized arguments: {override}")
+        args.overrides.append(override)
     env.prepare()
     try:
         return _run(args)
     except InputError as error:
-        print(f"draftsmith {args.command}: {error}", file=sys.stderr)
+        print(f"draftsmith {args.command}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"draftsmith {args.command}: interrupted", file=sys.stderr)
@@ -65,12 +102,28 @@ def _run(args: argparse.Namespace) -> int:
 
         config = demo.demo_config(env.demo_size(), args.overrides)
     else:
+        from draftsmith.config import load_config
+
         config = load_config(args.config, args.overrides)
     if args.dry_run:
         print(config.dump())
         return 0
+    if args.command == "gate":
+        return _gate(args, config)
     _stage(args, config)
     return 0
+
+
+def _gate(args: argparse.Namespace, config: Config) -> int:
+    """Run a gate; its last line is one JSON object; exit 1 if it did not pass."""
+    from draftsmith import gate
+
+    if args.gate == "overfit":
+        result = gate.overfit(config, answer_tokens=args.answer_tokens, steps=args.steps)
+    else:
+        result = gate.parity(config, args.official_python, max_new_tokens=args.max_new_tokens)
+    print(json.dumps(result))
+    return 0 if result["passed"] else 1
 
 
 def _stage(args: argparse.Namespace, config: Config) -> None:
@@ -89,9 +142,14 @@ def _stage(args: argparse.Namespace, config: Config) -> None:
 
         print(train(config, resume=args.resume, new_attempt=args.new_attempt).path)
     elif args.command == "evaluate":
-        from draftsmith.evaluate.acceptance import evaluate
+        if args.server:
+            from draftsmith.evaluate.server import evaluate_server
 
-        evaluate(config)
+            evaluate_server(config, args.server, reference=not args.no_reference)
+        else:
+            from draftsmith.evaluate.acceptance import evaluate
+
+            evaluate(config)
     elif args.command == "export":
         from draftsmith.export import export
 

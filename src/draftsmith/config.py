@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,9 +19,9 @@ from draftsmith.errors import InputError
 
 
 class Section(BaseModel):
-    """Frozen, unknown keys refused."""
+    """Frozen, unknown keys refused, every number finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -42,19 +42,48 @@ class GenerateConfig(Section):
     """Prompts in, conversations answered by the target itself out."""
 
     prompts: Path | None = None
-    """JSONL: `prompt` (a string) or `messages` (OpenAI shape), with optional `id` and `category`."""
+    """JSONL, JSON (a list) or Parquet: `prompt` (a string), `messages` (OpenAI shape) or `conversations` (ShareGPT
+    shape), with optional `id`, `category`, `system` and `tools`."""
     limit: int | None = Field(None, ge=1)
     max_new_tokens: int = Field(512, ge=1)
     batch_size: int = Field(16, ge=1)
+    """Of the embedded engine: prompts answered together."""
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0)
+    multi_turn: Literal["regenerate", "last"] = "regenerate"
+    """Assistant turns given in a prompt. regenerate: the target writes each anew, in turn. last: they stay as context,
+    unsupervised, and only the answer after the last message is written."""
+    reasoning: Literal["keep", "drop", "apart"] = "keep"
+    """What the target thinks before it answers. keep: in the message (`reasoning_content`), trained on where the chat
+    template shows it. drop: nowhere. apart: in the record beside the messages, not trained on."""
+    max_bad_lines: int = Field(0, ge=0)
+    """Lines of the prompts that cannot be read: named, counted and skipped up to so many, an error beyond."""
+    servers: tuple[str, ...] = ()
+    """Base URLs of OpenAI-compatible servers (http://host:port or .../v1); none: the embedded engine."""
+    server_model: str | None = None
+    """The model to ask for; default: the one the servers list first."""
+    concurrency: int = Field(32, ge=1)
+    """Requests in flight, per server."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds for one answer."""
+    attempts: int = Field(10, ge=1)
+    """Tries for one answer; after them the prompt is counted as failed and left to the next run."""
+    retry_seconds: float = Field(1.0, gt=0)
+    """Back-off: about so long after the first failure, twice as long after each further one, at most a minute."""
+    server_patience: float = Field(300.0, gt=0)
+    """Seconds without any answer after which a server is given up."""
+    api_key_file: Path | None = None
+    """A file whose first line is sent as bearer token."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as enable_thinking: used to ask and, the same, to tokenize."""
 
 
 class TokenizeConfig(Section):
     """Conversations in, a store of token ids and supervised spans out."""
 
     conversations: Path | None = None
+    """JSONL, JSON (a list) or Parquet, in any of the shapes of `generate.prompts`, with answers."""
     max_tokens: int | None = Field(None, ge=4)
     """Longest document kept; default `train.row_tokens`."""
     heldout_fraction: float = Field(0.05, ge=0, lt=1)
@@ -63,6 +92,17 @@ class TokenizeConfig(Section):
     """What to do with an answer that ran into `generate.max_new_tokens`."""
     long_prompt: Literal["error", "drop"] = "error"
     """What to do with a prompt that leaves no room for an answer in `max_tokens`."""
+    long_documents: Literal["turns", "windows", "refuse"] = "turns"
+    """A conversation of more than `max_tokens`. turns: whole turns are taken off its end. windows: pieces of
+    `max_tokens` that overlap by an eighth; each supervised token counts in the first piece that holds it, and each
+    piece begins at position 0. refuse: an error."""
+    rewritten_history: Literal["refuse", "per_turn"] = "refuse"
+    """Chat templates that show earlier turns otherwise than they were generated (dropping their reasoning).
+    per_turn: one document for each answer, with the history as the target saw it."""
+    max_bad_lines: int = Field(0, ge=0)
+    """Lines that cannot be read: named, counted and skipped up to so many, an error beyond."""
+    workers: int | None = Field(None, ge=0)
+    """Processes; 0: none but this one. Default: one for each CPU, none for small files."""
 
 
 class DrafterConfig(Section):
@@ -79,7 +119,7 @@ class DrafterConfig(Section):
     intermediate_size: int | None = Field(None, ge=1)
     num_heads: int | None = Field(None, ge=1)
     num_kv_heads: int | None = Field(None, ge=1)
-    head_dim: int | None = Field(None, ge=2)
+    head_dim: int | None = Field(None, ge=2, multiple_of=2)
     rope_theta: float | None = Field(None, gt=0)
     rms_norm_eps: float | None = Field(None, gt=0)
     max_position_embeddings: int | None = Field(None, ge=1)
@@ -117,6 +157,9 @@ class LossConfig(Section):
     """Rows of logits that exist at a time."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainConfig(Section):
     row_tokens: int = Field(3072, ge=8)
     anchors: int = Field(512, ge=1)
@@ -131,7 +174,7 @@ class TrainConfig(Section):
     """wsd only: the share of the steps, at the end, in which the rate falls to `min_lr_ratio`."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     attention: Literal["auto", "sdpa", "flex"] = "auto"
@@ -147,7 +190,7 @@ class TrainConfig(Section):
     accept_prompts: int = Field(4, ge=1)
     checkpoint_every: int = Field(500, ge=1)
     keep_checkpoints: int = Field(3, ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
@@ -167,7 +210,7 @@ class EvaluateConfig(Section):
     reject: sampled drafts, rejection sampling.  Both leave the target's distribution as it is."""
     untrained: bool = False
     """Also measure a drafter with fresh weights, for comparison."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
 
 class ExportConfig(Section):
@@ -269,7 +312,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    where = [str(part) for part in error["loc"]]
+    # of a union, pydantic names the branch too: that is no part of the key
+    where = [str(part) for part in error["loc"] if not str(part).startswith(("literal[", "tuple["))]
     key = ".".join(where)
     if error["type"] == "extra_forbidden":
         close = difflib.get_close_matches(where[-1], _fields(where[:-1]), n=1, cutoff=0.4)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+from draftsmith.errors import InputError
 
 
 def prepare() -> None:
@@ -17,13 +20,18 @@ def prepare() -> None:
 
 
 def demo_size() -> str:
-    """DEMO: full (default) or small.  Raises ValueError for anything else."""
+    """DEMO: full (default) or small.  Raises InputError for anything else."""
     size = os.environ.get("DEMO", "full")
     if size not in ("full", "small"):
-        raise ValueError(f"DEMO={size!r}: it must be full or small")
+        raise InputError(f"DEMO={size!r}: it must be full or small")
     return size
 
 
 def world() -> tuple[int, int]:
     """(rank, world size) as torchrun sets them."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def cache_dir() -> Path:
+    """Where digests and the masking salt of this user are kept: XDG_CACHE_HOME, else ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "draftsmith"

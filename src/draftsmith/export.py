@@ -75,8 +75,8 @@ def from_config(values: dict[str, Any], source: Path) -> DrafterSpec:
     names = {long: short for short, long in LAYER_TYPES.items()}
     try:
         dflash = values["dflash_config"]
-        if values["rope_parameters"]["rope_theta"] != values["rope_theta"]:
-            raise InputError(f"{source}: rope_theta and rope_parameters.rope_theta differ")
+        if (wrong := _means_something_else(values)) is not None:
+            raise InputError(f"{source}: {wrong}")
         return DrafterSpec(
             hidden_size=values["hidden_size"],
             vocab_size=values["vocab_size"],
@@ -100,8 +100,30 @@ def from_config(values: dict[str, Any], source: Path) -> DrafterSpec:
             final_logit_softcapping=dflash.get("final_logit_softcapping"),
             initializer_range=values.get("initializer_range", 0.02),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{source} is not the config of a DFlash drafter: {error} is missing or wrong") from error
+
+
+def _means_something_else(values: dict[str, Any]) -> str | None:
+    """The first key by which a loader that honours it would compute something else than this code."""
+    dflash, rope, types = values["dflash_config"], values["rope_parameters"], values["layer_types"]
+    windowed = bool(values.get("use_sliding_window") and values["sliding_window"])
+    plain = "only plain RoPE is supported"
+    checks = {
+        "rope_theta and rope_parameters.rope_theta differ": rope["rope_theta"] != values["rope_theta"],
+        f"rope_parameters.rope_type is {rope.get('rope_type')}: {plain}": rope.get("rope_type")
+        not in (None, "default"),
+        f"rope_scaling is set: {plain}": values.get("rope_scaling") is not None,
+        "block_size and dflash_config.block_size differ": dflash.get("block_size") not in (None, values["block_size"]),
+        "layer_types does not list num_hidden_layers layers": len(types) != values["num_hidden_layers"],
+        "sliding layers need use_sliding_window true and a sliding_window": "sliding_attention" in types
+        and not windowed,
+        "is_causal overrides the mask of every layer: remove it": values.get("is_causal") is not None,
+        "dflash_config.causal changes the mask: remove it": dflash.get("causal") is not None,
+        "dflash_config.use_swa changes the mask: remove it": dflash.get("use_swa") is not None,
+        f"hidden_act is {values.get('hidden_act')}: only silu is supported": values.get("hidden_act", "silu") != "silu",
+    }
+    return next((what for what, wrong in checks.items() if wrong), None)
 
 
 def read_drafter(path: Path) -> DFlashDrafter:
@@ -141,18 +163,22 @@ def check_fits(spec: DrafterSpec, target: Target, source: Path) -> None:
 
 
 def export(config: Config, run: RunDir | None = None) -> Path:
-    """Write the folder, reload it, compare, and only then give it its name."""
+    """The export stage: the newest checkpoint, or `export.drafter`, into the run's folder, or `export.output`."""
     run = run or newest(config.runs_dir, config.name)
     source = config.export.drafter or newest_checkpoint(run)
-    output = config.export.output or run.export
+    return export_folder(source, config.export.output or run.export, config.target.model)
+
+
+def export_folder(source: Path, output: Path, target_name: str) -> Path:
+    """Write the folder, reload it, compare, and only then give it its name."""
     if output.exists():
         raise InputError(f"{output} exists: set export.output to another folder")
     drafter = read_drafter(source).to(torch.bfloat16)
     with folder_written_whole(output) as folder:
-        save_file({k: v.contiguous() for k, v in drafter.state_dict().items()}, folder / "model.safetensors",
-                  metadata={"format": "pt"})  # fmt: skip
+        weights = {k: v.contiguous() for k, v in drafter.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         write_text(folder / "config.json", json.dumps(to_config(drafter.spec), indent=2) + "\n")
-        write_text(folder / "README.md", _readme(drafter.spec, config.target.model))
+        write_text(folder / "README.md", _readme(drafter.spec, target_name))
         _compare(drafter, read_drafter(folder), folder)
     return output
 

@@ -9,10 +9,23 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from draftsmith.errors import InputError
+
+
+def make_folder(path: Path) -> None:
+    """With its parents, unless it is there.  Raises InputError if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the folder {path} ({error.strerror}: {error.filename}): set data_dir, runs_dir or "
+            f"export.output to another place"
+        ) from error
+
 
 def write_text(path: Path, text: str) -> None:
     """Write under a temporary name in the same folder, flush to disk, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as handle:
@@ -27,20 +40,24 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def folder_written_whole(path: Path) -> Iterator[Path]:
     """A temporary sibling folder to fill; renamed to `path` if the block ends well, removed otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
         os.rename(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:
+    digest = hashlib.sha256()  # hashlib.file_digest is not in Python 3.10, in which the stand-alone capture may run
     with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

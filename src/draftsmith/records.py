@@ -19,23 +19,41 @@ from draftsmith.errors import InputError
 
 @dataclass(frozen=True)
 class Prompt:
-    """Written by people (JSONL); read by generate."""
+    """Written by people (JSONL, JSON or Parquet); read by generate.
+
+    `messages` has the OpenAI shape.  Assistant turns in it that are listed in `regenerate` are only places: the target
+    writes them anew, in turn.
+    """
 
     id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     category: str = "all"
+    tools: tuple[dict[str, Any], ...] = ()
+    regenerate: tuple[int, ...] = ()
+    """Indices of assistant messages to be written by the target; the last is len(messages), the answer still missing,
+    unless a given answer stands there."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of conversations.jsonl.  Written by generate; read by tokenize."""
+    """One line of conversations.jsonl.  Written by generate (or by others); read by tokenize."""
 
     id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     finish_reason: str
-    """stop: the target ended its answer; length: it was cut at max_new_tokens."""
+    """stop: the target ended its answer; length: it was cut at max_new_tokens; of several turns, the first not stop."""
     completion_tokens: int
+    """Tokens the target generated, all turns together; 0: not known."""
     category: str = "all"
+    tools: tuple[dict[str, Any], ...] = ()
+    generated: tuple[int, ...] | None = None
+    """Indices of the messages the target wrote; only they are supervised.  None: every assistant message."""
+    flags: tuple[str, ...] = ()
+    """empty, refused, repeated: what generate noticed in the answers."""
+    apart: tuple[str, ...] = ()
+    """Reasoning of each generated turn, where generate.reasoning=apart kept it out of the messages."""
+    prompt_digest: str = ""
+    """Of the prompt that was asked, so that another prompt under the same id is noticed."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +77,14 @@ class StoreManifest:
     eos_token_ids: tuple[int, ...]
     shards: tuple[Shard, ...]
     sources: dict[str, str]
-    """Source file name -> sha256."""
+    """Source file name -> sha256 of what was read of it."""
     counts: dict[str, int]
     """Conversations read, kept, held out, and left out by reason."""
     schema: int = 1
+    source_bytes: dict[str, int] = field(default_factory=dict)
+    """Source file name -> bytes read of it: a file that has only grown is read on from there."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What decides how a conversation becomes documents: the same for every generation."""
 
     @property
     def fingerprint(self) -> str:

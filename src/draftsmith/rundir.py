@@ -2,13 +2,16 @@
 
     runs/<name>/attempt_<n>/
         config.json           the resolved config (the hand-written one is YAML)
-        manifest.json         what the run was made of: versions, devices, attention, target, store
+        manifests/            rank_<r>.<moment>.json: what each process was made of at its start, once built, at its end
+        alive/                rank_<r>.json: sign of life; .exit.json: how it ended; .fault.txt: fatal signal
+        good.json             a person says that this run is good (`draftsmith runs good`)
         metrics.jsonl         one JSON object a line, appended
         log.txt               what was printed
         checkpoints/step_<n>/ drafter.safetensors, optimizer.safetensors, state.json
         evaluation/           accepted lengths, JSON and text
         export/               the folder that servers load
         plots/                PNG
+        compile_cache/        the compiled kernels of the run, if they were bundled
         summary.json          the last word
 
 An attempt is append-only and never reused: resuming makes the next attempt, which says where it came from.
@@ -26,17 +29,33 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.json"
-        self.manifest = path / "manifest.json"
+        self.manifests = path / "manifests"
+        self.alive = path / "alive"
+        self.good = path / "good.json"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self.checkpoints = path / "checkpoints"
         self.evaluation = path / "evaluation"
         self.export = path / "export"
         self.plots = path / "plots"
+        self.compile_cache = path / "compile_cache"
         self.summary = path / "summary.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
+
+    def manifest(self, moment: str, rank: int = 0) -> Path:
+        """moment: start, built or end."""
+        return self.manifests / f"rank_{rank}.{moment}.json"
+
+    def sign_of_life(self, rank: int = 0) -> Path:
+        return self.alive / f"rank_{rank}.json"
+
+    def exit(self, rank: int = 0) -> Path:
+        return self.alive / f"rank_{rank}.exit.json"
+
+    def fault(self, rank: int = 0) -> Path:
+        return self.alive / f"rank_{rank}.fault.txt"
 
 
 def attempts(runs_dir: Path, name: str) -> list[RunDir]:

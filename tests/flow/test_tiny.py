@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from conftest import make_config, write_prompts
+
 from draftsmith.data.generate import generate
 from draftsmith.data.tokenize import tokenize
 from draftsmith.evaluate.acceptance import evaluate

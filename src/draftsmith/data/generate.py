@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from draftsmith.config import Config
 from draftsmith.data.tokenize import check_messages, read_jsonl
@@ -33,7 +34,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             if messages[-1]["role"] != "user":
                 raise ValueError(f"the last message must be the user's, not {messages[-1]['role']!r}")
         except (KeyError, TypeError, ValueError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
             raise InputError(f"{path}:{number}: not a prompt: {what}") from error
         prompt = Prompt(str(value.get("id", number)), tuple(messages), str(value.get("category", "all")))
         if prompt.id in seen:
@@ -52,14 +53,21 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
     if config.generate.prompts is None:
         raise InputError("generate.prompts is not set: a JSONL file with `prompt` or `messages` on each line")
     prompts = read_prompts(config.generate.prompts, config.generate.limit)
-    path = config.conversations
-    done = _resume(config, path)
+    path, record = config.conversations, config.conversations.with_suffix(".settings.json")
+    settings = _settings(config)
+    done = _resume(path, record, settings)
+    for prompt in prompts:
+        if done.get(prompt.id, prompt.messages) != prompt.messages:
+            raise InputError(
+                f"{config.generate.prompts}: the prompt {prompt.id!r} is not the one answered in {path} under this id: "
+                f"give it another id, or set data_dir to a new folder"
+            )
     todo = [p for p in prompts if p.id not in done]
     counts: Counter[str] = Counter(prompts=len(prompts), answered_before=len(prompts) - len(todo))
     if not todo:
         return dict(counts)
     target = target or load_target(config.target, config.device)
-    encoded = [_prompt_ids(target, p) for p in todo]
+    encoded = [_prompt_ids(target, p, config.generate.prompts) for p in todo]
     room = config.max_document
     for prompt, ids in zip(todo, encoded, strict=True):
         if len(ids) >= room:
@@ -70,12 +78,13 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
                 )
             counts["prompt_too_long"] += 1
     order = [i for i in sorted(range(len(todo)), key=lambda i: len(encoded[i])) if len(encoded[i]) < room]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_text(record, json.dumps(settings, indent=2))
     with open(path, "a", encoding="utf-8") as out, Progress("generating", len(order), "answers") as progress:
         for start in range(0, len(order), config.generate.batch_size):
             batch = order[start : start + config.generate.batch_size]
             for i, (text, reason, length) in zip(
-                batch, answer_batch(target, [encoded[i] for i in batch], config, stream=start), strict=True
+                batch, answer_batch(target, [encoded[i] for i in batch], config, stream=len(done) + start), strict=True
             ):
                 counts[f"finish_{reason}"] += 1
                 counts["completion_tokens"] += length
@@ -88,8 +97,11 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
     return dict(counts)
 
 
-def _prompt_ids(target: Target, prompt: Prompt) -> list[int]:
-    text = target.tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+def _prompt_ids(target: Target, prompt: Prompt, source: Path) -> list[int]:
+    try:
+        text = target.tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InputError(f"{source}: the chat template refuses {prompt.id!r}: {error}") from error
     return target.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -97,7 +109,14 @@ def _prompt_ids(target: Target, prompt: Prompt) -> list[int]:
 def answer_batch(
     target: Target, prompts: list[list[int]], config: Config, stream: int = 0
 ) -> list[tuple[str, str, int]]:
-    """(text, finish reason, number of tokens) of each prompt, with transformers' batched generation."""
+    """(text, finish reason, number of tokens) of each prompt, with transformers' batched generation.
+
+    stream: separates the random numbers of one batch from those of the others.
+    """
+    from transformers import GenerationConfig
+
+    # the model's own (repetition_penalty, no_repeat_ngram_size ...) would bend answers in ways that serving does not
+    target.model.generation_config = GenerationConfig()
     settings = config.generate
     width = max(len(p) for p in prompts)
     pad = target.pad_token_id
@@ -124,16 +143,21 @@ def answer_batch(
     return answers
 
 
-def _resume(config: Config, path: Path) -> set[str]:
-    """Ids answered before.  Cuts off a last line that a kill left half-written; refuses changed settings."""
-    settings = {"model": config.target.model, "revision": config.target.revision}
+def _settings(config: Config) -> dict[str, Any]:
+    """What an answer depends on, besides its prompt."""
     keys = ("max_new_tokens", "temperature", "top_p", "seed")
-    settings |= {k: getattr(config.generate, k) for k in keys}
-    record = path.with_suffix(".settings.json")
+    return {
+        "model": config.target.model,
+        "revision": config.target.revision,
+        **{k: getattr(config.generate, k) for k in keys},
+    }
+
+
+def _resume(path: Path, record: Path, settings: dict[str, Any]) -> dict[str, tuple[dict[str, str], ...]]:
+    """Prompts answered before, by id.  Cuts off a last line that a kill left half-written; refuses changed settings."""
     if not path.exists():
-        write_text(record, json.dumps(settings, indent=2))
-        return set()
-    before = read_json(record, "settings of the answers begun before")
+        return {}
+    before = read_json(record, f"settings with which {path} was begun (or set data_dir to a new folder)")
     changed = {k: (before.get(k), v) for k, v in settings.items() if before.get(k) != v}
     if changed:
         what = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items())
@@ -142,4 +166,4 @@ def _resume(config: Config, path: Path) -> set[str]:
         data = handle.read()
         whole = data.rfind(b"\n") + 1
         handle.truncate(whole)
-    return {str(value["id"]) for _, value in read_jsonl(path, "conversations")}
+    return {str(value["id"]): tuple(value["messages"][:-1]) for _, value in read_jsonl(path, "conversations")}

@@ -17,6 +17,8 @@ from draftsmith.records import PackedRow
 
 GROUP = 4096
 """Documents packed together: more fills rows better, fewer mixes them better."""
+BLUR = 0.1
+"""How far from its length a document may be sorted."""
 ORDER, ANCHORS = 1, 2
 """What a random stream is for, so that no two streams coincide."""
 
@@ -36,18 +38,17 @@ class EpochPlan:
 
 
 def pack(numbers: np.ndarray, lengths: np.ndarray, row_tokens: int) -> list[list[int]]:
-    """Best fit, longest first, of `numbers` (documents, with their `lengths`) into rows of `row_tokens`."""
+    """Best fit of `numbers` (documents, with their `lengths`) into rows of `row_tokens`, in the order given."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), ascending
-    for i in np.argsort(-lengths, kind="stable"):
-        length = int(lengths[i])
+    for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):
             left, row = room.pop(at)
         else:
             left, row = row_tokens, len(rows)
             rows.append([])
-        rows[row].append(int(numbers[i]))
+        rows[row].append(number)
         if left > length:
             bisect.insort(room, (left - length, row))
     return rows
@@ -60,6 +61,9 @@ def plan_epoch(numbers: np.ndarray, lengths: np.ndarray, row_tokens: int, seed: 
     rows: list[list[int]] = []
     for start in range(0, len(order), GROUP):
         group = order[start : start + GROUP]
+        # about the longest first, which fills rows well; exactly so would put the same documents together every epoch
+        blurred = lengths[group] * rng.uniform(1 - BLUR, 1 + BLUR, len(group))
+        group = group[np.argsort(-blurred, kind="stable")]
         rows.extend(pack(numbers[group], lengths[group], row_tokens))
     rows = [rows[i] for i in rng.permutation(len(rows))]
     return EpochPlan(
@@ -88,7 +92,8 @@ class Loader:
     """Row g of a run, for any g, without reading the others.
 
     heldout: False for the documents trained on, True for the others.  Documents without an eligible anchor are left
-    out and counted in `left_out`.  Raises InputError if nothing can be trained on, or no answer is as long as a block.
+    out and counted in `left_out`.  Raises InputError if nothing can be trained on, or no training answer is as long as
+    a block.
     """
 
     def __init__(
@@ -112,10 +117,10 @@ class Loader:
                 f"train.row_tokens, or tokenize again with tokenize.max_tokens={row_tokens}"
             )
         longest = int(store.longest_span[self.numbers].max())
-        if longest < block_size:
+        if longest < block_size and not heldout:
             raise InputError(
-                f"drafter.block_size {block_size} is larger than any answer in {store.path} (longest: {longest} "
-                f"tokens): lower it, or generate longer answers (generate.max_new_tokens)"
+                f"drafter.block_size {block_size} is larger than any training answer in {store.path} (longest: "
+                f"{longest} tokens): lower it, or generate longer answers (generate.max_new_tokens)"
             )
         self.plans: dict[int, EpochPlan] = {}
         self.ends: list[int] = []  # rows up to and including epoch e

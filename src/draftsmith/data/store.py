@@ -1,16 +1,19 @@
 """The store: token ids and supervised spans of every document, memory-mapped, append-only.
 
-    store/manifest.json       written last: a store without it is not a store
-    store/shard-00000.arrow   Arrow IPC; columns tokens, spans, id, category, heldout
+    store/manifest.json           the newest generation; written last: a store without it is not a store
+    store/generations/00001.json  the manifest of every generation, this one's too
+    store/shard-00000.arrow       Arrow IPC; columns tokens, spans, id, category, heldout, key; never changed again
 
-`spans` holds start, end, start, end ...: half-open token ranges that the target itself wrote.  Needs no torch.
+`spans` holds start, end, start, end ...: half-open token ranges that the target itself wrote.  `key` names the
+conversation (messages.conversation_key), so that it is stored once.  Reading is here, writing in building.py.
+Needs no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from draftsmith.errors import InputError
-from draftsmith.files import folder_written_whole, sha256, write_text
-from draftsmith.records import Shard, StoreManifest, read_json, to_json
+from draftsmith.files import sha256
+from draftsmith.records import Shard, StoreManifest, read_json
 
 SCHEMA = pa.schema(
     [
@@ -28,10 +31,15 @@ SCHEMA = pa.schema(
         ("id", pa.string()),
         ("category", pa.string()),
         ("heldout", pa.bool_()),
+        ("key", pa.binary(16)),
     ]
 )
 BATCH = 4096
 """Documents in one Arrow record batch."""
+BESIDE = (
+    "read", "kept", "heldout", "shortened", "cut_into_windows", "token_count_known", "retokenized_differently",
+)  # fmt: skip
+"""Counts of a manifest that are no reasons for leaving a conversation out."""
 
 
 @dataclass(frozen=True)
@@ -56,66 +64,51 @@ class Document:
         return self.tokens[: self.spans[0][0]]
 
 
-def write_store(
-    path: Path,
-    documents: Iterable[Document],
-    *,
-    tokenizer: str,
-    eos_token_ids: Sequence[int],
-    sources: dict[str, str],
-    counts: dict[str, int],
-) -> StoreManifest:
-    """Write a new store, whole or not at all.  `counts` may still grow while `documents` is being consumed."""
-    if path.exists():
-        raise InputError(f"the store {path} exists: remove it, or set data_dir to another folder")
-    with folder_written_whole(path) as folder:
-        file = folder / "shard-00000.arrow"
-        totals = np.zeros(3, dtype=np.int64)
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            batch: list[Document] = []
-            for document in documents:
-                batch.append(document)
-                totals += (1, len(document.tokens), sum(e - s for s, e in document.spans))
-                if len(batch) == BATCH:
-                    writer.write_batch(_record_batch(batch))
-                    batch = []
-            if batch:
-                writer.write_batch(_record_batch(batch))
-        if totals[0] == 0:
-            why = ", ".join(f"{k} {v}" for k, v in counts.items() if v) or "no conversations"
-            raise InputError(f"nothing to store in {path}: the data set is empty ({why})")
-        manifest = StoreManifest(
-            generation=1,
-            tokenizer=tokenizer,
-            eos_token_ids=tuple(eos_token_ids),
-            shards=(Shard(file.name, int(totals[0]), int(totals[1]), int(totals[2]), sha256(file)),),
-            sources=sources,
-            counts=dict(counts),
-        )
-        write_text(folder / "manifest.json", to_json(manifest, indent=2))
-    return manifest
-
-
-def _record_batch(documents: Sequence[Document]) -> pa.RecordBatch:
+def record_batch(documents: Sequence[Document], keys: Sequence[bytes]) -> pa.RecordBatch:
+    """Documents with the key of the conversation that each comes from."""
+    spans = [np.array(d.spans, dtype=np.int32).reshape(-1) for d in documents]
     return pa.record_batch(
         [
-            pa.array([d.tokens for d in documents], SCHEMA.field("tokens").type),
-            pa.array([[x for span in d.spans for x in span] for d in documents], SCHEMA.field("spans").type),
-            pa.array([d.id for d in documents]),
-            pa.array([d.category for d in documents]),
-            pa.array([d.heldout for d in documents]),
+            _lists([d.tokens for d in documents]),
+            _lists(spans),
+            pa.array([d.id for d in documents], pa.string()),
+            pa.array([d.category for d in documents], pa.string()),
+            pa.array([d.heldout for d in documents], pa.bool_()),
+            pa.array(keys, pa.binary(16)),
         ],
         schema=SCHEMA,
     )
 
 
-def read_manifest(path: Path) -> StoreManifest:
-    values = read_json(path / "manifest.json", "store manifest (run `draftsmith tokenize` first)")
-    if values.get("schema") != 1:
-        raise InputError(f"{path}/manifest.json has schema {values.get('schema')}, this version reads 1")
-    values["shards"] = tuple(Shard(**s) for s in values["shards"])
-    values["eos_token_ids"] = tuple(values["eos_token_ids"])
-    return StoreManifest(**values)
+def _lists(parts: Sequence[np.ndarray]) -> pa.Array:
+    offsets = np.cumsum([0] + [len(p) for p in parts], dtype=np.int64)
+    values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, pa.int32()))
+
+
+def read_manifest(path: Path, generation: int | None = None) -> StoreManifest:
+    """Of the newest generation, or of an earlier one."""
+    file = path / "manifest.json" if generation is None else generation_file(path, generation)
+    if generation is not None and (path / "manifest.json").is_file() and not file.is_file():
+        newest = read_manifest(path).generation
+        raise InputError(f"{path} has no generation {generation}: its newest is {newest}")
+    values = read_json(file, "store manifest (run `draftsmith tokenize` first)")
+    try:
+        if values["schema"] != 1:
+            raise InputError(f"{file} has schema {values['schema']}, this version reads 1")
+        values["shards"] = tuple(Shard(**s) for s in values["shards"])
+        values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        return StoreManifest(**values)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{file} is not a store manifest ({error}): {_anew(path)}") from error
+
+
+def generation_file(path: Path, generation: int) -> Path:
+    return path / "generations" / f"{generation:05d}.json"
+
+
+def _anew(path: Path) -> str:
+    return f"remove {path} and run `draftsmith tokenize` again"
 
 
 class Store:
@@ -123,11 +116,16 @@ class Store:
 
     lengths, longest_span, eligible: int64 [documents]; heldout: bool [documents].  `eligible` counts the positions
     that may become anchors: both the position and the next one are in one supervised span.
+
+    generation, fingerprint: an earlier content of a store that has grown since; default: the newest.  A run that
+    goes on opens the store by the fingerprint it began with.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, generation: int | None = None, fingerprint: str | None = None) -> None:
         self.path = path
-        self.manifest = read_manifest(path)
+        self.manifest = read_manifest(path, generation)
+        if fingerprint is not None:
+            self.manifest = _of_fingerprint(path, self.manifest, fingerprint)
         self.batches: list[pa.RecordBatch] = []
         for shard in self.manifest.shards:
             self.batches.extend(_open_shard(path / shard.file, shard))
@@ -154,15 +152,62 @@ class Store:
         )
 
 
+    def keys(self) -> np.ndarray:
+        """S16, ascending: the conversations stored."""
+        parts = [_keys(batch) for batch in self.batches]
+        return np.unique(np.concatenate(parts)) if parts else np.zeros(0, dtype="S16")
+
+
+def _of_fingerprint(path: Path, newest: StoreManifest, fingerprint: str) -> StoreManifest:
+    for generation in range(newest.generation, 0, -1):
+        manifest = newest if generation == newest.generation else read_manifest(path, generation)
+        if manifest.fingerprint == fingerprint:
+            return manifest
+    raise InputError(f"{path} has no generation with the content {fingerprint[:12]}: it is another store")
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with the bytes of a store, a line each; nothing if it is as it was written, in every generation."""
+    newest, wrong = read_manifest(path), []
+    stated: dict[str, str] = {}
+    for generation in range(1, newest.generation + 1):
+        try:
+            manifest = read_manifest(path, generation)
+        except InputError as error:
+            wrong.append(str(error))
+            continue
+        if generation == newest.generation and manifest != newest:
+            wrong.append(f"{path}/manifest.json differs from {generation_file(path, generation)}")
+        for shard in manifest.shards:
+            if stated.setdefault(shard.file, shard.sha256) != shard.sha256:
+                wrong.append(f"{shard.file} is stated with another hash in generation {generation}")
+    for shard in newest.shards:
+        stated.setdefault(shard.file, shard.sha256)
+    for name, digest in stated.items():
+        file = path / name
+        if not file.is_file():
+            wrong.append(f"shard {file} is missing")
+        elif sha256(file) != digest:
+            wrong.append(f"shard {file} is not as it was written: its sha256 is not {digest[:12]}...")
+    return wrong
+
+
 def _open_shard(file: Path, shard: Shard) -> list[pa.RecordBatch]:
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(file)))
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"shard {file} cannot be read ({error}): it is missing or cut short") from error
+        what = f"shard {file} is missing or cut short ({str(error).splitlines()[0]})"
+        raise InputError(f"{what}: {_anew(file.parent)}") from error
     if sum(b.num_rows for b in batches) != shard.documents:
-        raise InputError(f"shard {file} does not hold the {shard.documents} documents its manifest states")
+        what = f"shard {file} does not hold the {shard.documents} documents its manifest states"
+        raise InputError(f"{what}: {_anew(file.parent)}")
     return batches
+
+
+def _keys(batch: pa.RecordBatch) -> np.ndarray:
+    column = batch.column("key")
+    return np.frombuffer(column.buffers()[1], dtype="S16", count=len(column), offset=16 * column.offset)
 
 
 def _offsets(batch: pa.RecordBatch, column: str) -> np.ndarray:
@@ -190,9 +235,18 @@ def describe(manifest: StoreManifest) -> str:
     """One line for people."""
     documents = sum(s.documents for s in manifest.shards)
     tokens, supervised = sum(s.tokens for s in manifest.shards), sum(s.supervised for s in manifest.shards)
-    left_out = {k: v for k, v in manifest.counts.items() if v and k not in ("read", "kept", "heldout")}
-    out = f"{documents} documents, {tokens} tokens ({supervised} supervised), {manifest.counts['heldout']} held out"
-    return out + (f"; left out: {json.dumps(left_out)}" if left_out else "; none left out")
+    counts = manifest.counts
+    left_out = {k: v for k, v in counts.items() if v and k not in BESIDE}
+    out = f"{documents} documents, {tokens} tokens ({supervised} supervised), {counts['heldout']} held out"
+    out += f"; left out: {json.dumps(left_out)}" if left_out else "; none left out"
+    if manifest.generation > 1:
+        out = f"generation {manifest.generation}: {out}"
+    for key, what in (("shortened", "shortened by whole turns"), ("cut_into_windows", "cut into windows")):
+        out += f"; {counts[key]} {what}" if counts.get(key) else ""
+    if counts.get("retokenized_differently"):
+        known = counts["token_count_known"]
+        out += f"; {counts['retokenized_differently']} of {known} answers have another number of tokens than generated"
+    return out
 
 
 def as_dict(manifest: StoreManifest) -> dict[str, object]:

@@ -1,204 +1,295 @@
 """Conversations to a store: the target's own chat template, and the tokens that the target itself wrote.
 
-The answer's span is found in characters by rendering prefixes, checked against the whole rendering, then mapped to
-tokens through the tokenizer's offsets.  What cannot be mapped exactly is left out and counted, never guessed.
+    file --chunks of lines--> workers: parse, render, encode, spans --record batches, in order--> one writer
+
+The order of documents is that of the file, whatever the number of workers.  What is read of a source is remembered
+by its length and hash, so that a file that has only grown is read on from there.
 """
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from draftsmith.config import Config
-from draftsmith.data.store import Document, write_store
+from draftsmith.data import building
+from draftsmith.data.building import Build, Source, exists, writing
+from draftsmith.data.documents import DocumentSettings, Made, Recipe, Worker
+from draftsmith.data.messages import Chunk, Leniency, read_chunks
+from draftsmith.data.render import ChatTemplate
+from draftsmith.data.store import read_manifest
 from draftsmith.errors import InputError
 from draftsmith.files import sha256
 from draftsmith.progress import Progress
-from draftsmith.records import Conversation, StoreManifest
+from draftsmith.records import StoreManifest
 from draftsmith.target.model import eos_token_ids, load_tokenizer
 
 PROBE = [
     {"role": "user", "content": "What is 2 + 2?\nAnswer in one word."},
     {"role": "assistant", "content": "Four — 4."},
 ]
+SMALL_FILE = 4 << 20
+"""Bytes below which starting processes costs more than it saves."""
+WHAT = "conversations (run `draftsmith generate` first)"
 
 
 def tokenize(config: Config) -> StoreManifest:
-    """Read conversations.jsonl, write the store.  Raises InputError for unreadable input or an empty result."""
+    """Read the conversations, write the store.  Raises InputError for unreadable input or an empty result."""
+    return _build(config, [config.conversations], None)
+
+
+def append(config: Config, sources: Sequence[Path] = ()) -> StoreManifest:
+    """Add what is new in `sources` (default: the conversations of the config) as the next generation of the store.
+
+    Raises InputError if the store was made with another tokenizer, template or other settings.  If nothing is new, the
+    generation stays; the counts returned say what was found.
+    """
+    return _build(config, sources or [config.conversations], read_manifest(config.store))
+
+
+def _build(config: Config, files: Sequence[Path], base: StoreManifest | None) -> StoreManifest:
+    if base is None and config.store.exists():
+        raise InputError(exists(config.store))
     tokenizer = load_tokenizer(config.target)
-    eos = eos_token_ids(config.target, tokenizer)
-    conversations = read_conversations(config.conversations)
-    counts: Counter[str] = Counter()
-    return write_store(
-        config.store,
-        _documents(config, tokenizer, eos, conversations, counts),
-        tokenizer=fingerprint(tokenizer),
-        eos_token_ids=eos,
-        sources={config.conversations.name: sha256(config.conversations)},
-        counts=counts,
+    recipe = recipe_of(config, tokenizer)
+    settings, name = recipe.settings.as_dict(), fingerprint(tokenizer)
+    if base is not None:
+        _same(config, base, name, settings)
+    for file in files:
+        next(iter(read_chunks(file, WHAT, size=1)), None)  # a file that is not there: before anything is written
+    with writing(config.store):
+        header = {"tokenizer": name, "settings": settings, "files": [str(f) for f in files]}
+        with Build(config.store, base, header) as build:
+            run = _Run(config, build, files, base)
+            known = build.keys()
+            workers = worker_count(config.tokenize.workers, sum(run.bytes_left))
+            with Progress("tokenizing", sum(run.bytes_left) >> 10, "KiB") as progress:
+                with chunk_maker(Recipe(**{**vars(recipe), "known": known}), workers) as make:
+                    for number in range(len(files)):
+                        run.source(number, make, progress)
+            return build.commit(tokenizer=name, eos=recipe.eos, sources=run.sources)
+
+
+class _Run:
+    """The writer's side: takes what the workers made, in order."""
+
+    def __init__(self, config: Config, build: Build, files: Sequence[Path], base: StoreManifest | None) -> None:
+        self.build, self.files, self.base = build, files, base
+        self.leniency = Leniency(
+            config.tokenize.max_bad_lines, "tokenize.max_bad_lines", build.counts.get("bad_lines", 0)
+        )
+        self.seen: set[bytes] = set()
+        self.sources: list[Source] = list(build.progress.sources)
+        self.done = len(self.sources)
+        self.bytes_left = [f.stat().st_size for f in files]
+        for i, source in enumerate(self.sources):
+            self.bytes_left[i] -= source.size
+
+    def source(self, number: int, make: Callable[[Iterable[Chunk]], Iterator[Made]], progress: Progress) -> None:
+        """Read one file from where it was left to its end."""
+        file, lines = self.files[number], is_lines(self.files[number])
+        known = self.sources[number] if number < len(self.sources) else self._before(file, lines)
+        hashed = HashedPrefix(file, known.size if lines else 0)
+        if known.size and hashed.digest() != known.sha256 and lines:
+            raise InputError(f"{file} is not the file whose tokenization was begun: remove {self.build.work}")
+        if number >= len(self.sources):
+            self.sources.append(known)
+        skipped = known.position
+        if skipped and self.base is not None and number >= self.done:
+            print(f"{file}: its first {skipped} {'bytes' if lines else 'entries'} are in the store already")
+            progress.advance((known.size if lines else 0) >> 10)
+        shown = known.size >> 10
+        for made in make(hashed.over(read_chunks(file, WHAT, known.position), lines)):
+            self._take(made)
+            done = made.chunk_position if lines else 0
+            size, digest = (done, hashed.at(done)) if lines else (0, "")
+            self.sources[number] = Source(known.name, made.chunk_position, size, digest)
+            progress.advance((done >> 10) - shown if lines else 0, f"{self.build.counts['kept']} kept")
+            shown = done >> 10
+            if self.build.shard_tokens >= building.SHARD_TOKENS:
+                self.build.finish_shard(self.sources)
+        if not lines:
+            last = self.sources[number]
+            self.sources[number] = Source(last.name, last.position, file.stat().st_size, sha256(file))
+
+    def _before(self, file: Path, lines: bool) -> Source:
+        """What the generations before have read of this file: its beginning, if it has only grown."""
+        read = (self.base.source_bytes if self.base else {}).get(file.name, 0)
+        if not read or self.base is None:
+            return Source(file.name)
+        whole = file.stat().st_size
+        if read <= whole and HashedPrefix(file, read).digest() == self.base.sources[file.name]:
+            if lines:
+                return Source(file.name, read, read, self.base.sources[file.name])
+            if read == whole:
+                return Source(file.name, 1 << 62, read, self.base.sources[file.name])
+        return Source(f"{file.name} (of generation {self.base.generation + 1})")
+
+    def _take(self, made: Made) -> None:
+        for line in made.bad:
+            self.build.counts["bad_lines"] += 1
+            self.leniency.bad(line)
+        if made.fault:
+            raise InputError(made.fault)
+        self.build.counts.update(made.counts)
+        batch = made.batch
+        if batch is None:
+            return
+        again = [key for key in made.keys if key in self.seen]
+        if again:  # within a chunk, and against what is stored, the worker has looked
+            keys, held = batch.column("key"), batch.column("heldout")
+            gone = pc.is_in(keys, value_set=pa.array(again, keys.type))
+            first = {key: held[keys.index(pa.scalar(key, keys.type)).as_py()].as_py() for key in again}
+            self.build.counts.update({"duplicate": len(again)})
+            self.build.counts.subtract({"kept": len(again), "heldout": sum(first.values())})
+            batch = batch.filter(pc.invert(gone))
+        self.seen.update(made.keys)
+        if batch.num_rows:
+            self.build.add(batch)
+
+
+class HashedPrefix:
+    """sha256 of the beginning of a file, as it is being read."""
+
+    def __init__(self, file: Path, size: int) -> None:
+        self.hash, left = hashlib.sha256(), size
+        self.digests: collections.deque[tuple[int, str]] = collections.deque()
+        if size:
+            with open(file, "rb") as handle:
+                while left > 0 and (block := handle.read(min(left, 1 << 20))):
+                    self.hash.update(block)
+                    left -= len(block)
+
+    def digest(self) -> str:
+        return self.hash.hexdigest()
+
+    def over(self, chunks: Iterable[Chunk], lines: bool) -> Iterator[Chunk]:
+        for chunk in chunks:
+            if lines:
+                self.hash.update(chunk.data)
+                self.digests.append((chunk.position, self.hash.hexdigest()))
+            yield chunk
+
+    def at(self, position: int) -> str:
+        """Of everything before `position`, the end of a chunk; what lies before is forgotten."""
+        while self.digests[0][0] < position:
+            self.digests.popleft()
+        return self.digests[0][1]
+
+
+class chunk_maker:  # noqa: N801 - reads as a function where it is used
+    """`with chunk_maker(recipe, workers) as make: for made in make(chunks)`: in order, a few chunks ahead at most."""
+
+    def __init__(self, recipe: Recipe, workers: int) -> None:
+        self.recipe, self.workers = recipe, workers
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Callable[[Iterable[Chunk]], Iterator[Made]]:
+        if self.workers == 0:
+            return lambda chunks: map(Worker(self.recipe).chunk, chunks)
+        self.pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _start, (self.recipe,))
+        return self._in_order
+
+    def _in_order(self, chunks: Iterable[Chunk]) -> Iterator[Made]:
+        assert self.pool is not None
+        ahead: collections.deque[Future[Made]] = collections.deque()
+        try:
+            for chunk in chunks:
+                ahead.append(self.pool.submit(_work, chunk))
+                if len(ahead) > 2 * self.workers:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        except BrokenProcessPool as error:
+            raise InputError(
+                "a tokenizing process was killed (out of memory?): run the same command again, with fewer "
+                "tokenize.workers; finished shards are kept"
+            ) from error
+
+    def __exit__(self, *_: Any) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+
+_worker: Worker | None = None
+
+
+def _start(recipe: Recipe) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process is one of as many as there are CPUs
+    _worker = Worker(recipe)
+
+
+def _work(chunk: Chunk) -> Made:
+    assert _worker is not None
+    return _worker.chunk(chunk)
+
+
+def worker_count(wanted: int | None, size: int) -> int:
+    """0: in this process."""
+    if wanted is not None:
+        return wanted
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if size < SMALL_FILE or cpus == 1 else cpus
+
+
+def is_lines(file: Path) -> bool:
+    return file.suffix not in (".parquet", ".json")
+
+
+def recipe_of(config: Config, tokenizer: Any) -> Recipe:
+    """What the workers need, from a transformers tokenizer."""
+    settings = DocumentSettings(
+        max_tokens=config.max_document,
+        length_cut=config.tokenize.length_cut,
+        long_prompt=config.tokenize.long_prompt,
+        long_documents=config.tokenize.long_documents,
+        rewritten_history=config.tokenize.rewritten_history,
+        heldout_fraction=config.tokenize.heldout_fraction,
+        chat_template_kwargs=config.generate.chat_template_kwargs,
+    )
+    return Recipe(
+        template=ChatTemplate.of(tokenizer, config.generate.chat_template_kwargs),
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        eos=tuple(eos_token_ids(config.target, tokenizer)),
+        settings=settings,
+        known=np.zeros(0, dtype="S16"),
     )
 
 
-def _documents(
-    config: Config, tokenizer: Any, eos: Sequence[int], conversations: Sequence[Conversation], counts: Counter[str]
-) -> Iterator[Document]:
-    """Yield what is kept; count everything, the kept and the left out by reason."""
-    with Progress("tokenizing", len(conversations), "conversations") as progress:
-        for conversation in conversations:
-            counts["read"] += 1
-            made = _document(config, tokenizer, eos, conversation)
-            if isinstance(made, str):
-                counts[made] += 1
-            else:
-                counts["kept"] += 1
-                counts["heldout"] += made.heldout
-                yield made
-            progress.advance()
-
-
-def _document(config: Config, tokenizer: Any, eos: Sequence[int], conversation: Conversation) -> Document | str:
-    """The document, or the reason why there is none."""
-    if conversation.finish_reason != "stop" and config.tokenize.length_cut == "drop":
-        return f"finish_reason_{conversation.finish_reason}"
-    messages = list(conversation.messages)
-    limit = config.max_document
-    while messages:
-        if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
-            return "no_answer"
-        text, spans = render(tokenizer, messages)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        token_spans = spans_to_tokens(encoded["offset_mapping"], spans)
-        if token_spans is None:
-            return "answer_boundary_inside_a_token"
-        if token_spans[0][0] >= limit:
-            if config.tokenize.long_prompt == "drop":
-                return "prompt_too_long"
-            raise InputError(
-                f"{config.conversations}: the prompt of {conversation.id!r} has {token_spans[0][0]} tokens, a document "
-                f"holds {limit} (train.row_tokens, tokenize.max_tokens): raise them or set tokenize.long_prompt=drop"
-            )
-        if len(encoded["input_ids"]) <= limit:
-            break
-        messages = messages[:-2]  # whole turns only: the last question goes with its answer
-    else:
-        return "too_long"
-    tokens = np.array(encoded["input_ids"], dtype=np.int32)
-    cut = conversation.finish_reason != "stop" and len(messages) == len(conversation.messages)
-    supervised = [end_at_stop(tokens, s, e, eos, keep_stop=not (cut and i == len(token_spans) - 1))
-                  for i, (s, e) in enumerate(token_spans)]  # fmt: skip
-    supervised = [(s, e) for s, e in supervised if e > s]
-    if not supervised:
-        return "no_supervised_tokens"
-    held = is_heldout(conversation, config.tokenize.heldout_fraction)
-    return Document(tokens, tuple(supervised), conversation.id, conversation.category, held)
-
-
-def render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text, and the character range of each assistant turn (what follows the generation prompt).
-
-    Raises InputError if the template does not render prefixes as prefixes: then no span can be trusted.
-    """
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.apply_chat_template(list(messages[:i]), tokenize=False, add_generation_prompt=True)
-        until = tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)
-        if not (until.startswith(before) and text.startswith(until)):
-            raise InputError(
-                "the chat template rewrites earlier turns (rendering a prefix does not give a prefix of the whole), "
-                "so supervised spans of multi-turn conversations cannot be exact: split them into one answer each"
-            )
-        spans.append((len(before), len(until)))
-    return text, spans
-
-
-def spans_to_tokens(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]] | None:
-    """Character ranges to token ranges; None if a range begins or ends inside a token."""
-    begin = np.array([s for s, _ in offsets], dtype=np.int64)
-    end = np.array([e for _, e in offsets], dtype=np.int64)
-    out = []
-    for s, e in spans:
-        first, last = int(np.searchsorted(begin, s)), int(np.searchsorted(begin, e))
-        if (first > 0 and end[first - 1] > s) or (last > 0 and end[last - 1] > e):
-            return None
-        out.append((first, last))
-    return out
-
-
-def end_at_stop(tokens: np.ndarray, start: int, end: int, eos: Sequence[int], *, keep_stop: bool) -> tuple[int, int]:
-    """Cut a span behind its first stop token (what the template adds after it is never generated), or before it when
-    the answer was cut by the length limit and the target did not write that token itself."""
-    stops = np.flatnonzero(np.isin(tokens[start:end], list(eos)))
-    if len(stops) == 0:
-        return start, end
-    return start, start + int(stops[0]) + (1 if keep_stop else 0)
-
-
-def is_heldout(conversation: Conversation, fraction: float) -> bool:
-    """By a hash of the first user turn, so that a prompt is on the same side in every build."""
-    prompt = next((m["content"] for m in conversation.messages if m["role"] == "user"), "")
-    return int(hashlib.sha256(prompt.encode()).hexdigest()[:8], 16) < fraction * 2**32
-
-
 def fingerprint(tokenizer: Any) -> str:
-    """sha256 over a fixed conversation's rendering and its ids: changes with the template and with the vocabulary."""
-    text = tokenizer.apply_chat_template(PROBE, tokenize=False)
+    """sha256 over a fixed conversation's rendering and its ids: changes with the template and with the vocabulary.
+    A template that prints the date is given a fixed one."""
+    text = ChatTemplate.of(tokenizer).render(PROBE, now="1 January 2025")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return hashlib.sha256(json.dumps([text, ids, len(tokenizer)]).encode()).hexdigest()
 
 
-def read_conversations(path: Path) -> list[Conversation]:
-    out = []
-    for number, value in read_jsonl(path, "conversations (run `draftsmith generate` first)"):
-        try:
-            out.append(
-                Conversation(
-                    id=str(value["id"]),
-                    messages=tuple(value["messages"]),
-                    finish_reason=value.get("finish_reason", "stop"),
-                    completion_tokens=int(value.get("completion_tokens", 0)),
-                    category=str(value.get("category", "all")),
-                )
-            )
-            check_messages(value["messages"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}:{number}: not a conversation: {error}") from error
-    if not out:
-        raise InputError(f"{path} is empty: there is nothing to tokenize")
-    return out
+def _same(config: Config, base: StoreManifest, tokenizer: str, settings: dict[str, Any]) -> None:
+    if base.tokenizer != tokenizer:
+        raise InputError(
+            f"{config.store} was made with another tokenizer or chat template than {config.target.model}'s: "
+            f"append needs the same, or set data_dir to a new folder"
+        )
+    changed = {k: (base.settings.get(k), v) for k, v in settings.items() if base.settings.get(k) != v}
+    if changed:
+        what = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items())
+        raise InputError(f"{config.store} was made with other settings ({what}): set them back, or set data_dir")
 
 
-def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of each line.  Raises InputError naming the file and the line."""
-    number = 0
-    try:
-        with open(path, encoding="utf-8") as handle:
-            for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield number, json.loads(line)
-    except OSError as error:
-        raise InputError(f"{what} cannot be read: {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}:{number + 1}: not UTF-8: {error.reason}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
-
-
-def check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a non-empty list")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError("a message must have a role and a text content")
-        if message.get("role") not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"unknown role {message.get('role')!r}")
+def counts_since(before: StoreManifest, after: StoreManifest) -> Counter[str]:
+    """What an append added to the counts."""
+    return Counter({k: v - before.counts.get(k, 0) for k, v in after.counts.items() if v != before.counts.get(k, 0)})

@@ -80,8 +80,10 @@ def interval_block_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: 
     partial = some & ~full
 
     def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        order = torch.argsort(tiles.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
-        return tiles.sum(-1).to(torch.int32)[None, None], order[None, None]
+        # contiguous: sorting a transposed tensor can give a transposed result, whose rows the backward kernel would
+        # read with the wrong stride (gradients of keys and values off by half, and no error)
+        order = torch.argsort(tiles.to(torch.int32).contiguous(), dim=-1, descending=True, stable=True).to(torch.int32)
+        return tiles.sum(-1).to(torch.int32)[None, None], order.contiguous()[None, None]
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         own = k - context

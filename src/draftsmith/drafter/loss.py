@@ -46,7 +46,7 @@ def drafter_loss(
     """Loss of the trained slots of one row.
 
     hidden_RH: hidden states of the slots that count; where_R: their flat index in [A, B]; labels_R: their tokens.
-    weights_AB: decay weights, zero where nothing counts (their zero pattern is what `dpace` goes by).
+    weights_AB: decay weights; `dpace` takes only their shape.
     kind: decay, sum(w * CE) with the given weights, denominator sum(w); or dpace (arXiv 2605.18810), whose weights
     follow from the CE of the block itself, denominator: the number of anchors that count.
     """
@@ -72,7 +72,9 @@ def _row_weights(ce_R: Tensor, where_R: Tensor, weights_AB: Tensor, kind: str, a
         return weights_AB.reshape(-1)[where_R].to(ce_R.dtype)
     ce_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=ce_R.dtype)
     ce_AB[where_R] = ce_R
-    return dpace_weights(ce_AB.view_as(weights_AB), weights_AB > 0, alpha).reshape(-1)[where_R]
+    counts_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=torch.bool)
+    counts_AB[where_R] = True
+    return dpace_weights(ce_AB.view_as(weights_AB), counts_AB.view_as(weights_AB), alpha).reshape(-1)[where_R]
 
 
 class _FrozenHead(torch.autograd.Function):

@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(d, spec.rms_norm_eps)
 
     def _heads(self, x_n: Tensor) -> Tensor:
-        return x_n.view(x_n.shape[0], -1, self.head_dim).transpose(0, 1)
+        return x_n.unflatten(1, (x_n.shape[1] // self.head_dim, self.head_dim)).transpose(0, 1)
 
     def key_value(self, x_nH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
         """Keys and values of context or block tokens: the same projections, k_norm and RoPE for both."""

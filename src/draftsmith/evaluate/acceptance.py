@@ -9,6 +9,7 @@ and `full_rounds`, the mean over rounds that neither a stop token nor the length
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,7 +172,8 @@ def evaluate(config: Config, target: Target | None = None, run: RunDir | None = 
     ]  # fmt: skip
     out = {"evaluated": str(path), "target": config.target.model, "results": [m.result for m in measured]}
     run.evaluation.mkdir(exist_ok=True)
-    name = f"{path.name}-t{settings.temperature:g}" + (f"-{settings.rule}" if settings.temperature else "")
+    stem = f"{path.name}-t{settings.temperature:g}" + (f"-{settings.rule}" if settings.temperature else "")
+    name = _unused(run, stem)
     write_text(run.evaluation / f"{name}.json", json.dumps(out, indent=2))
     text = render(measured)
     write_text(run.evaluation / f"{name}.txt", text)
@@ -204,7 +206,7 @@ def render(measured: Sequence[Measured]) -> str:
         row("speed-up, target passes", [r["passes_speedup"] for r in results], ".2f")
         row("speed-up, wall time", [r["wall_speedup"] for r in results], ".2f")
         row("lossless", [{True: "yes", False: "NO", None: "by rule"}[r["lossless"]] for r in results])
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=100, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
@@ -219,3 +221,11 @@ def _generator(target: Target, seed: int) -> torch.Generator:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _unused(run: RunDir, stem: str) -> str:
+    """`stem`, or stem-2, -3 ...: a result is never written over."""
+    number = 1
+    while (run.evaluation / f"{stem}{'' if number == 1 else f'-{number}'}.json").exists():
+        number += 1
+    return stem if number == 1 else f"{stem}-{number}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.drafter.attention import Mask, build_masks
 from draftsmith.drafter.model import DFlashDrafter, KeyValue, embed, to_logits
+from draftsmith.errors import InputError
 from draftsmith.records import Answer
 from draftsmith.target.model import Target, capture
 
@@ -45,6 +46,11 @@ class Verifier:
     def __init__(self, target: Target, feature_layers: Sequence[int]) -> None:
         from transformers import DynamicCache
 
+        if target.model._is_stateful:
+            raise InputError(
+                f"{target.name} ({target.text_config.model_type}) has a recurrent state, from which rejected drafts "
+                f"cannot be taken back: measure it on a server instead (draftsmith evaluate CONFIG --server URL)"
+            )
         # without the config every layer keeps all it has seen, sliding ones too, so a rejected tail can be taken back
         self.target, self.wanted, self.cache = target, tuple(feature_layers), DynamicCache()
         self.length = 0

@@ -34,18 +34,23 @@ class FileFeatures:
 
     def __init__(self, folder: Path, store: Store, pins: dict[str, str], device: torch.device) -> None:
         manifest = read_json(folder / "manifest.json", "features manifest")
-        if manifest["pins"] != pins:
-            changed = [k for k in pins if manifest["pins"].get(k) != pins[k]]
-            raise InputError(f"{folder} holds features of another {', '.join(changed)}: remove it to compute them anew")
-        self.dtype, self.device = getattr(torch, manifest["dtype"]), device
+        anew = f"remove {folder} to compute them anew"
+        try:
+            found, width, self.dtype = dict(manifest["pins"]), int(manifest["width"]), getattr(torch, manifest["dtype"])
+            stored_as = _numpy_type(self.dtype)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{folder}/manifest.json is not a features manifest ({error}): {anew}") from error
+        if found != pins:
+            changed = sorted(k for k in pins.keys() | found.keys() if found.get(k) != pins.get(k))
+            raise InputError(f"{folder} holds features of another {', '.join(changed)}: {anew}")
+        self.device = device
         self.first = np.concatenate([[0], np.cumsum(store.lengths)])
-        shape = (int(self.first[-1]), int(manifest["width"]))
+        shape = (int(self.first[-1]), width)
         size = shape[0] * shape[1] * self.dtype.itemsize
         file = folder / "features.bin"
         if not file.is_file() or file.stat().st_size != size:
-            raise InputError(f"{file} is missing or cut short ({size} bytes expected): remove {folder} to compute anew")
-        raw = np.memmap(file, dtype=_numpy_type(self.dtype), mode="r", shape=shape)
-        self.values = raw
+            raise InputError(f"{file} is missing or cut short ({size} bytes expected): {anew}")
+        self.values = np.memmap(file, dtype=stored_as, mode="r", shape=shape)
 
     def row(self, row: PackedRow) -> Tensor:
         out = torch.zeros(len(row.tokens), self.values.shape[1], dtype=self.dtype)
@@ -69,6 +74,11 @@ def write_features(folder: Path, store: Store, extract: FeatureExtractor, pins: 
             for number in range(len(store)):
                 tokens = torch.from_numpy(store.document(number).tokens.astype(np.int64)).to(extract.target.device)
                 values = extract.document(tokens).cpu().contiguous()
+                if not torch.isfinite(values).all():
+                    raise InputError(
+                        f"the target's features of document {store.document(number).id!r} hold NaN or Inf "
+                        f"({extract.target.name}, {extract.target.dtype}): check its weights, or target.dtype"
+                    )
                 width = values.shape[1]
                 out.write(values.view(torch.uint8).numpy().tobytes())
                 progress.advance()

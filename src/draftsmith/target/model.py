@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from draftsmith.config import DrafterConfig, TargetConfig
 from draftsmith.errors import InputError
-from draftsmith.files import sha256
-from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.provenance.digests import sha256_cached
+from draftsmith.records import DrafterSpec, PackedRow, read_json
 
 MASK_TOKENS = {
     "qwen3": 151669,
     "qwen3_moe": 151669,
     "qwen3_5": 248070,
+    "qwen3_5_moe": 248070,
     "gpt_oss": 200000,
     "gemma4": 4,
     "kimi_k25": 163838,
@@ -108,7 +110,7 @@ def eos_token_ids(config: TargetConfig, tokenizer: Any) -> tuple[int, ...]:
     folder = model_folder(config)
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            value = read_json(folder / name, f"target.model {config.model}: {name}").get("eos_token_id")
             if value is not None:
                 return tuple(value) if isinstance(value, list) else (value,)
     if tokenizer.eos_token_id is None:
@@ -117,12 +119,13 @@ def eos_token_ids(config: TargetConfig, tokenizer: Any) -> tuple[int, ...]:
 
 
 def weights_fingerprint(config: TargetConfig) -> str:
-    """sha256 over the names and contents of config.json and the weight files."""
+    """sha256 over the names and contents of config.json and the weight files, each read once."""
     import hashlib
 
     folder = model_folder(config)
     files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
-    return hashlib.sha256("".join(f"{f.name}:{sha256(f)}\n" for f in files).encode()).hexdigest()
+    digests = sha256_cached(files, beside=True)
+    return hashlib.sha256("".join(f"{f.name}:{digests[f]}\n" for f in files).encode()).hexdigest()
 
 
 def pick_device(name: str) -> torch.device:
@@ -136,6 +139,7 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what its load report says is refused below, in one line
     device = pick_device(device_name)
     folder, tokenizer = model_folder(config), load_tokenizer(config)
     gpu = device.type == "cuda"
@@ -144,11 +148,12 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=_attention(folder, config),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"target.model {config.model}: it does not load: {_first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
@@ -158,13 +163,41 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
                 f"they would be random"
             )
     model.requires_grad_(False).eval().to(device)
+    _check_finite(model, folder)
     eos = eos_token_ids(config, tokenizer)
     forward = config.forward if config.forward != "auto" else ("packed" if gpu else "per_document")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     target = Target(config.model, model, tokenizer, device, dtype, eos, pad, forward)
-    if forward == "packed":
-        check_documents_apart(target)
+    if forward == "packed" and not keeps_documents_apart(target):
+        kind = target.text_config.model_type
+        if config.forward == "packed":
+            raise InputError(
+                f"target.forward=packed: {config.model} ({kind}) lets packed documents see each other: set "
+                f"target.forward=per_document"
+            )
+        print(f"target: {kind} lets packed documents see each other in this transformers, so it runs one at a time")
+        target.forward = "per_document"
     return target
+
+
+def _attention(folder: Path, config: TargetConfig) -> str:
+    """sdpa where the model class has it, else eager (gpt-oss, whose attention has sinks)."""
+    import transformers
+
+    auto = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    kind = type(auto)
+    if kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "sdpa"
+    return "sdpa" if transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]._supports_sdpa else "eager"
+
+
+def _check_finite(model: Any, folder: Path) -> None:
+    """Raises InputError naming file and key if a weight holds NaN or Inf."""
+    for key, value in model.named_parameters():
+        if not torch.isfinite(value).all():
+            index = folder / "model.safetensors.index.json"
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+            raise InputError(f"{folder / files.get(key, 'model.safetensors')}: {key} holds NaN or Inf")
 
 
 def default_feature_layers(num_layers: int, num_features: int) -> tuple[int, ...]:
@@ -230,13 +263,14 @@ def mask_token(config: DrafterConfig, target: Target) -> int:
     tokenizer, vocab = target.tokenizer, target.embedding.shape[0]
     chosen = config.mask_token_id
     if chosen is None:
-        chosen = MASK_TOKENS.get(target.text_config.model_type)
+        chosen = MASK_TOKENS.get(target.text_config.model_type.removesuffix("_text"))
         if chosen is not None and chosen >= vocab:
             chosen = None
     if chosen is None:
         chosen = tokenizer.mask_token_id
-    if chosen is None and len(tokenizer) < vocab:
-        chosen = len(tokenizer)
+    if chosen is None:
+        past = max(tokenizer.get_vocab().values()) + 1  # not len(tokenizer): ids may have holes
+        chosen = past if past < vocab else None
     if chosen is None:
         raise InputError(
             "drafter.mask_token_id: the tokenizer has no mask token and every row of the embedding is in use: set it "
@@ -323,25 +357,24 @@ class FeatureExtractor:
         return out
 
     def _forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        # no attention mask: transformers derives the documents from the positions, see check_documents_apart
+        # no attention mask: transformers derives the documents from the positions, see keeps_documents_apart
         with capture(self.trunk.layers, self.wanted) as found:
             self.trunk(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         return torch.cat([f[0] for f in found], dim=-1).to(self.dtype)
 
 
 @torch.no_grad()
-def check_documents_apart(target: Target) -> None:
-    """Two short documents in one row: changing the first must not change the second, bit for bit.
+def keeps_documents_apart(target: Target) -> bool:
+    """Two short documents in one row: does changing the first leave the second as it was?
 
-    Raises InputError for a target whose forward lets packed documents see each other.
+    Dense models pass bit for bit; in a mixture of experts the other document changes how many rows an expert gets and
+    so the rounding, hence the bound: far above rounding, far below what a leak does.
     """
     positions = torch.cat([torch.arange(6), torch.arange(7)]).to(target.device)
     tokens = torch.arange(13, device=target.device) + 5
     other = tokens.clone()
     other[:6] += 20
-    extract = FeatureExtractor(target, [target.text_config.num_hidden_layers - 1], target.dtype)
-    if not torch.equal(extract._forward(tokens, positions)[6:], extract._forward(other, positions)[6:]):
-        raise InputError(
-            f"target.forward=packed: {target.name} ({target.text_config.model_type}) lets packed documents see each "
-            f"other: set target.forward=per_document"
-        )
+    extract = FeatureExtractor(target, [target.text_config.num_hidden_layers - 1], torch.float32)
+    one, two = extract._forward(tokens, positions)[6:], extract._forward(other, positions)[6:]
+    worst = float(((one - two).norm(dim=-1) / one.norm(dim=-1)).max())
+    return worst < (1e-4 if target.dtype == torch.float32 else 3e-2)

@@ -58,11 +58,14 @@ def listed(run: RunDir) -> list[Path]:
 def read_state(path: Path) -> CheckpointState:
     """state.json, checked against the files beside it.  Raises InputError naming the file that is missing or short."""
     values = read_json(path / STATE, "checkpoint state")
-    if values.get("schema") != 1:
-        raise InputError(f"{path / STATE} has schema {values.get('schema')}, this version reads 1")
-    values["spec"] = spec_from_dict(values["spec"])
-    state = CheckpointState(**values)
-    for name, facts in state.files.items():
+    try:
+        if values["schema"] != 1:
+            raise InputError(f"{path / STATE} has schema {values['schema']}, this version reads 1")
+        state = CheckpointState(**{**values, "spec": spec_from_dict(values["spec"])})
+        written = {name: state.files[name] for name in (WEIGHTS, OPTIMIZER)}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path / STATE} is not the state of a checkpoint: {error} is missing or wrong") from error
+    for name, facts in written.items():
         file = path / name
         if not file.is_file():
             raise InputError(f"checkpoint {path} is incomplete: {name} is missing")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from pathlib import Path
@@ -23,13 +23,22 @@ from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError, Interrupted
 from draftsmith.evaluate.acceptance import heldout_prompts, measure
+from draftsmith.export import read_drafter
 from draftsmith.files import write_text
 from draftsmith.progress import Progress
-from draftsmith.provenance.capture import capture
+from draftsmith.provenance.artifacts import altered_shards
+from draftsmith.provenance.recorder import Recorder
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.rundir import RunDir
 from draftsmith.target.features import FeatureSource, FileFeatures, features_folder, write_features
-from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target, weights_fingerprint
+from draftsmith.target.model import (
+    FeatureExtractor,
+    Target,
+    drafter_spec,
+    load_target,
+    model_folder,
+    weights_fingerprint,
+)
 from draftsmith.tracking import Tracker
 from draftsmith.train import checkpoint
 from draftsmith.train.optim import make_optimizer, rate, set_rate
@@ -117,6 +126,7 @@ def prepare(config: Config, target: Target | None = None) -> Plan:
             "block_size": str(spec.block_size),
             "rows": f"T={settings.row_tokens} A={settings.anchors} R={settings.rows_per_step} seed={settings.seed}",
             "schedule": f"{settings.schedule} steps={steps} lr={settings.learning_rate}",
+            "precision": f"target={target.dtype} compute={compute} features={stored}",
             "loss": f"{config.loss.kind} gamma={config.loss.gamma} alpha={config.loss.dpace_alpha}",
         },
         notes=notes,
@@ -132,6 +142,7 @@ def train(
     resume: "auto" or a checkpoint folder.  Raises Interrupted after a signal (a checkpoint has been saved),
     FloatingPointError when features or loss stop being finite.
     """
+    recorder = Recorder("train", config.model_dump(mode="json"))
     plan = prepare(config, target)
     source_checkpoint: Path | None = None
     passed_over: list[str] = []
@@ -139,27 +150,45 @@ def train(
         source_checkpoint, passed_over = checkpoint.find_resume(config.runs_dir, config.name, resume)
         state = checkpoint.read_state(source_checkpoint)
         passed_over += checkpoint.check_pins(state, plan.pins, plan.spec, source_checkpoint)
+        if altered := altered_shards(config.store):
+            shard = config.store / altered[0]
+            raise InputError(f"cannot resume from {source_checkpoint}: {shard} does not hold what was written to it")
+        if state.step >= plan.steps:
+            raise InputError(
+                f"nothing is left to train: {source_checkpoint} is at step {state.step} of {plan.steps} (train.steps "
+                f"or train.epochs): raise them to go on"
+            )
+    check_files(config, plan, source_checkpoint)
     run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
-    tracker = Tracker(run)
     write_text(run.config, config.dump())
-    for note in [*plan.notes, *passed_over]:
-        tracker.say(note)
-    try:
-        _run(config, plan, run, tracker, source_checkpoint)
-    finally:
-        tracker.close()
+    with recorder.recording(run), closing(Tracker(run)) as tracker:
+        for note in [*plan.notes, *passed_over]:
+            tracker.say(note)
+        _run(config, plan, run, tracker, recorder, source_checkpoint)
     return run
 
 
-def _run(config: Config, plan: Plan, run: RunDir, tracker: Tracker, resume_from: Path | None) -> None:
+def check_files(config: Config, plan: Plan, resume_from: Path | None) -> None:
+    """Open what the run would start from, so that damage is refused before there is a run folder."""
+    if resume_from is not None:
+        read_drafter(resume_from)
+    folder, pins = features_place(plan)
+    if config.train.features == "files" and folder.exists():
+        FileFeatures(folder, plan.store, pins, plan.target.device)
+
+
+def _run(
+    config: Config, plan: Plan, run: RunDir, tracker: Tracker, recorder: Recorder, resume_from: Path | None
+) -> None:
     settings = config.train
     drafter = DFlashDrafter(plan.spec).initialize(settings.seed).to(plan.target.device)
     if plan.compute_dtype == torch.float64:
         drafter.double()
     optimizer = make_optimizer(drafter, settings)
-    first = 0
+    first, rows_before = 0, 0
     if resume_from is not None:
-        first = checkpoint.restore(resume_from, drafter, optimizer).step
+        state = checkpoint.restore(resume_from, drafter, optimizer)
+        first, rows_before = state.step, state.rows_done
         tracker.say(f"resumed from {resume_from} at step {first}")
     source = feature_source(config, plan, tracker)
     frozen = Frozen(plan.target.embedding.to(plan.compute_dtype), plan.target.head.to(plan.compute_dtype))
@@ -169,7 +198,10 @@ def _run(config: Config, plan: Plan, run: RunDir, tracker: Tracker, resume_from:
     parameters = sum(p.numel() for p in drafter.parameters())
     facts = {
         "parameters": parameters,
+        "dtypes": dtype_counts(drafter),
+        "target_dtypes": dtype_counts(plan.target.model),
         "attention": plan.attention,
+        "target_attention": plan.target.model.config._attn_implementation,
         "target_forward": plan.target.forward,
         "compute_dtype": str(plan.compute_dtype),
         "device": str(plan.target.device),
@@ -177,7 +209,10 @@ def _run(config: Config, plan: Plan, run: RunDir, tracker: Tracker, resume_from:
         "resumed_from": str(resume_from) if resume_from else None,
         "pins": plan.pins,
     }
-    write_text(run.manifest, json.dumps(capture(facts), indent=2))
+    recorder.built(facts, model_folder(config.target), config.store)
+    if resume_from is not None:
+        for line in recorder.changed_since(RunDir(resume_from.parents[1])):
+            tracker.say(line)
     tracker.say(
         f"training: {parameters / 1e6:.1f}M parameters, {plan.steps} steps of {settings.rows_per_step} x "
         f"{settings.row_tokens} tokens, attention {plan.attention}, {plan.compute_dtype}, features {settings.features}"
@@ -188,11 +223,15 @@ def _run(config: Config, plan: Plan, run: RunDir, tracker: Tracker, resume_from:
     with stop_on_signals() as stop, Progress("training", plan.steps - first, "steps") as progress:
         for step in range(first, plan.steps):
             set_rate(optimizer, rate(step, plan.steps, settings))
-            rows = [plan.loader.row(step * settings.rows_per_step + i) for i in range(settings.rows_per_step)]
+            begin = rows_before + (step - first) * settings.rows_per_step
+            rows = [plan.loader.row(begin + i) for i in range(settings.rows_per_step)]
             waiting.append(row_step.step(step, rows, optimizer, optimizer.param_groups[0]["lr"]))
             done = step + 1
+            recorder.at(done)
             last = done == plan.steps
-            if done % settings.log_every == 0 or last or stop.signal:
+            stopped = stop.signal  # looked at once, so that all of the step goes by the same answer
+            saving = last or _due(done, settings.checkpoint_every) or stopped
+            if saving or done % settings.log_every == 0:  # no checkpoint before its steps are known to be finite
                 note = flush(tracker, waiting, time.monotonic() - since)
                 waiting, since = [], time.monotonic()
                 progress.advance(done - first - progress.done, note)
@@ -204,17 +243,23 @@ def _run(config: Config, plan: Plan, run: RunDir, tracker: Tracker, resume_from:
             if plan.prompts and (last or _due(done, settings.accept_every)):
                 accepted_length(config, plan, drafter, tracker, done)
                 since = time.monotonic()
-            if last or _due(done, settings.checkpoint_every) or stop.signal:
-                path = checkpoint.save(
-                    run, done, done * settings.rows_per_step, drafter, optimizer, plan.pins, settings.keep_checkpoints
-                )
+            if saving:
+                rows_done = begin + settings.rows_per_step
+                path = checkpoint.save(run, done, rows_done, drafter, optimizer, plan.pins, settings.keep_checkpoints)
                 since = time.monotonic()
-                if stop.signal and not last:
-                    name = signal.Signals(stop.signal).name
+                if stopped and not last:
+                    name = signal.Signals(stopped).name
                     message = f"{name}: saved {path} at step {done}; go on with --resume auto"
                     tracker.say(message)
-                    raise Interrupted(128 + stop.signal, message)
+                    raise Interrupted(128 + stopped, message)
     tracker.say(f"trained: {plan.steps} steps, {run.path}")
+
+
+def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
+    """The folder of `features: files`, and what those features depend on."""
+    pins = {k: plan.pins[k] for k in ("target_weights", "store", "feature_layers")}
+    pins |= {"target_dtype": str(plan.target.dtype), "dtype": str(plan.feature_dtype)}
+    return features_folder(plan.store, pins), pins
 
 
 def feature_source(config: Config, plan: Plan, tracker: Tracker) -> FeatureSource:
@@ -222,9 +267,7 @@ def feature_source(config: Config, plan: Plan, tracker: Tracker) -> FeatureSourc
     extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
     if config.train.features == "online":
         return extract
-    pins = {k: plan.pins[k] for k in ("target_weights", "store", "feature_layers")}
-    pins["dtype"] = str(plan.feature_dtype)
-    folder = features_folder(plan.store, pins)
+    folder, pins = features_place(plan)
     if not folder.exists():
         tracker.say(f"computing the features of {len(plan.store)} documents into {folder}")
         write_features(folder, plan.store, extract, pins)
@@ -234,7 +277,7 @@ def feature_source(config: Config, plan: Plan, tracker: Tracker) -> FeatureSourc
 def flush(tracker: Tracker, waiting: list[StepSums], seconds: float) -> str:
     """Read the steps since the last log point back from the device and write a line for each.
 
-    Raises FloatingPointError naming the step and the row if features or loss are not finite.
+    Raises FloatingPointError naming the step and the row if features, loss or gradient are not finite.
     """
     for sums in waiting:
         for (epoch, index), good in zip(sums.rows, sums.finite.tolist(), strict=True):
@@ -243,11 +286,15 @@ def flush(tracker: Tracker, waiting: list[StepSums], seconds: float) -> str:
                     f"step {sums.step + 1}: features of epoch {epoch}, row {index} hold NaN or Inf"
                 )
         loss = float(sums.weighted) / sums.denominator if sums.denominator else 0.0
-        if not isfinite(loss):
-            raise FloatingPointError(f"step {sums.step + 1}: the loss is {loss} on rows (epoch, row) {list(sums.rows)}")
+        norm = float(sums.grad_norm)
+        if not (isfinite(loss) and isfinite(norm)):
+            raise FloatingPointError(
+                f"step {sums.step + 1}: the loss is {loss}, the gradient's norm {norm} on rows (epoch, row) "
+                f"{list(sums.rows)}"
+            )
         slots = by_slot(sums.ce_B, sums.correct_B, sums.count_B)
         tracker.record(
-            sums.step + 1, kind="train", loss=loss, lr=sums.rate, grad_norm=float(sums.grad_norm),
+            sums.step + 1, kind="train", loss=loss, lr=sums.rate, grad_norm=norm,
             anchors=sums.anchors, **slots,
         )  # fmt: skip
     tokens, rows = sum(s.tokens for s in waiting), sum(len(s.rows) for s in waiting)
@@ -277,6 +324,14 @@ def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker:
         done, kind="accepted", accepted_length=result["accepted_length"], by_slot=result["acceptance_by_slot"]
     )
     tracker.say(f"step {done}: accepted length {result['accepted_length']['pooled']:.3f} (pooled)")
+
+
+def dtype_counts(module: torch.nn.Module) -> dict[str, int]:
+    """Parameters by dtype."""
+    counts: Counter[str] = Counter()
+    for parameter in module.parameters():
+        counts[str(parameter.dtype)] += parameter.numel()
+    return dict(counts)
 
 
 def _due(done: int, every: int) -> bool:

@@ -1,0 +1,59 @@
+"""What every benchmark script shares: where results go, and the facts that belong beside a figure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, values: dict[str, Any]) -> Path:
+    """benchmarks/results/<name>.json: the values, then date, machine, versions and commit."""
+    environment: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "cpus": os.cpu_count(),
+        "platform": platform.system() + " " + platform.machine(),
+        "packages": {p: _version(p) for p in ("torch", "triton", "transformers", "tokenizers", "numpy", "pyarrow")},
+        "commit": _commit(),
+    }
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**values, "environment": environment}, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The commit, marked where the source has changed since; unknown outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "../src"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + (" + changes" if changed.strip() else "")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

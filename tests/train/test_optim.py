@@ -1,0 +1,74 @@
+"""The learning-rate schedules as functions of the step, and what AdamW is told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers_train import make_spec
+
+from draftsmith.config import TrainConfig
+from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.train.optim import make_optimizer, rate, set_rate
+
+
+def rates(total: int, **settings) -> list[float]:
+    config = TrainConfig(steps=total, learning_rate=2.0, **settings)
+    return [rate(step, total, config) for step in range(total)]
+
+
+def test_cosine_after_a_linear_warm_up():
+    values = rates(100, warmup_fraction=0.1)
+    assert values[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    for step in range(10, 100):
+        assert values[step] == pytest.approx(1 + math.cos(math.pi * (step - 10) / 90))
+    assert values[10] == 2.0 and values[55] == pytest.approx(1.0) and 0 < values[99] < 0.01
+    assert all(a > b for a, b in zip(values[10:], values[11:], strict=False))
+
+
+def test_cosine_ends_above_the_smallest_share():
+    values = rates(50, warmup_fraction=0.0, min_lr_ratio=0.25)
+    assert values[0] == 2.0 and values[25] == pytest.approx(2 * (0.25 + 0.75 / 2)) and values[-1] > 0.5
+    assert values[-1] == pytest.approx(0.5, rel=0.01)
+
+
+def test_wsd_is_flat_then_falls_in_a_straight_line():
+    values = rates(100, schedule="wsd", warmup_fraction=0.05, decay_fraction=0.2)
+    assert values[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert values[5:81] == [2.0] * 76
+    assert values[81:] == pytest.approx([2.0 * (100 - step) / 20 for step in range(81, 100)])
+    assert values[-1] == pytest.approx(0.1)
+    assert rates(100, schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.5)[-1] == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("total", [1, 2, 3, 7])
+def test_short_runs_have_a_rate_above_zero_at_every_step(schedule, total):
+    for warmup in (0.0, 0.04, 0.9):
+        values = rates(total, schedule=schedule, warmup_fraction=warmup)
+        assert all(0 < v <= 2.0 for v in values), (warmup, values)
+
+
+def test_weight_decay_is_for_matrices_and_the_rate_for_all():
+    drafter = DFlashDrafter(make_spec(attention_bias=True)).initialize(0)
+    optimizer = make_optimizer(drafter, TrainConfig(steps=1, weight_decay=0.1, betas=(0.8, 0.9)))
+    decayed, kept = (group["params"] for group in optimizer.param_groups)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert all(p.dim() == 2 for p in decayed) and all(p.dim() == 1 for p in kept)
+    assert {id(p) for p in (*decayed, *kept)} == {id(p) for p in drafter.parameters()}
+    assert len(decayed) + len(kept) == len(list(drafter.parameters()))
+    assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
+    set_rate(optimizer, 0.125)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_masters_are_float32_so_norms_of_one_still_move():
+    """A step of 1e-4 on a bfloat16 norm weight of 1 is lost; on a float32 master it is not."""
+    drafter = DFlashDrafter(make_spec()).initialize(0)
+    assert {p.dtype for p in drafter.parameters()} == {torch.float32}
+    optimizer = make_optimizer(drafter, TrainConfig(steps=1, learning_rate=1e-4))
+    for parameter in drafter.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(drafter.norm.weight.detach(), torch.full((32,), 1 - 1e-4), rtol=0, atol=1e-7)
