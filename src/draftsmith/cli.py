@@ -28,6 +28,14 @@ STAGES = {
 }
 
 
+DATA = {
+    "show": "one sample, its supervised tokens marked",
+    "stats": "counts, lengths, supervised share, what was left out and why",
+    "verify": "whether every byte is as it was written",
+    "append": "add what is new, as the next generation; the shards there are stay as they are",
+}
+
+
 GATES = {
     "overfit": "one conversation by heart: full rounds of the serving loop must then accept whole blocks",
     "parity": "the exported drafter in the official package: same hidden states, logits, answers, accepted lengths",
@@ -49,6 +57,22 @@ def parser() -> argparse.ArgumentParser:
         if name == "evaluate":
             stage.add_argument("--server", metavar="URL", help="measure a running vLLM or SGLang beside our own loop")
             stage.add_argument("--no-reference", action="store_true", help="with --server: do not run our own loop")
+    data = commands.add_parser("data", help="look at a store, check it, add to it: " + " | ".join(DATA))
+    kinds = data.add_subparsers(dest="data", required=True, metavar="WHAT")
+    for name, what in DATA.items():
+        kind = kinds.add_parser(name, help=what, description=what)
+        kind.add_argument("config", type=Path, help="a YAML file, see examples/")
+        kind.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the config")
+        kind.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+        if name == "show":
+            kind.add_argument("--sample", type=int, metavar="N", help="number of the document (default 0)")
+            kind.add_argument("--id", help="or its id")
+            kind.add_argument("--tokens", action="store_true", help="one token a line")
+        elif name == "stats":
+            kind.add_argument("--plot", type=Path, metavar="PNG", help="default: lengths.png beside the store")
+        elif name == "append":
+            kind.add_argument("--from", type=Path, action="append", dest="sources", metavar="FILE",
+                              help="conversations to add, more than once if wanted; default: the config's")  # fmt: skip
     gate = commands.add_parser("gate", help="checks that catch what a loss curve hides")
     gates = gate.add_subparsers(dest="gate", required=True, metavar="GATE")
     for name, what in GATES.items():
@@ -110,8 +134,41 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "gate":
         return _gate(args, config)
+    if args.command == "data":
+        from draftsmith.data.show import data
+
+        data(config, args.data, vars(args))
+        return 0
+    if args.command == "train":
+        return _train(args, config)
     _stage(args, config)
     return 0
+
+
+def _train(args: argparse.Namespace, config: Config) -> int:
+    """Train in this process, or start the processes that the placement asks for (unless torchrun has)."""
+    if config.placement.processes > 1 and not env.launched():
+        from draftsmith.launch import launch
+
+        arguments = [str(args.config), *args.overrides]
+        arguments += ["--resume", args.resume] if args.resume else []
+        arguments += ["--new-attempt"] if args.new_attempt else []
+        return launch(arguments, config.placement, _gpus(config))
+    from draftsmith.train.loop import train
+
+    run = train(config, resume=args.resume, new_attempt=args.new_attempt)
+    if env.world()[0] == 0:
+        print(run.path)
+    return 0
+
+
+def _gpus(config: Config) -> int:
+    """GPUs that the processes of this machine share out among them."""
+    if config.device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _gate(args: argparse.Namespace, config: Config) -> int:
@@ -137,10 +194,6 @@ def _stage(args: argparse.Namespace, config: Config) -> None:
         from draftsmith.data.tokenize import tokenize
 
         print(f"{config.store}: {describe(tokenize(config))}")
-    elif args.command == "train":
-        from draftsmith.train.loop import train
-
-        print(train(config, resume=args.resume, new_attempt=args.new_attempt).path)
     elif args.command == "evaluate":
         if args.server:
             from draftsmith.evaluate.server import evaluate_server

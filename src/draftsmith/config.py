@@ -199,6 +199,40 @@ class TrainConfig(Section):
         return self
 
 
+class PlacementConfig(Section):
+    """Which processes there are.  `placement: colocated` is short for mode: colocated."""
+
+    mode: Literal["colocated", "split"] = "colocated"
+    """colocated: every process holds target and drafter. split: `targets` processes run the frozen target and send its
+    features to `drafters` processes."""
+    targets: int = Field(0, ge=0)
+    drafters: int = Field(1, ge=1)
+    """colocated: the number of processes."""
+    run_ahead: int = Field(4, ge=1)
+    """Rows a target may have finished that no drafter has taken yet; and rows a drafter asks for beforehand."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a process waits for another before it gives up and names it."""
+    max_restarts: int = Field(0, ge=0)
+    """How often `draftsmith train` starts all processes again from the last checkpoint after one was lost."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _modes(self) -> PlacementConfig:
+        if self.mode == "split" and self.targets == 0:
+            raise ValueError("placement.mode=split needs placement.targets, at least 1")
+        if self.mode == "colocated" and self.targets:
+            raise ValueError("placement.targets belongs to placement.mode=split")
+        return self
+
+    @property
+    def processes(self) -> int:
+        return self.targets + self.drafters
+
+
 class EvaluateConfig(Section):
     drafter: Path | None = None
     """An exported folder or a checkpoint; default: the newest checkpoint of the newest attempt of this run."""
@@ -232,6 +266,7 @@ class Config(Section):
     drafter: DrafterConfig = DrafterConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig
+    placement: PlacementConfig = PlacementConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
 
@@ -241,6 +276,20 @@ class Config(Section):
             raise ValueError(
                 f"tokenize.max_tokens {self.max_document} is more than a row holds (train.row_tokens "
                 f"{self.train.row_tokens}): a document is never split, so lower the one or raise the other"
+            )
+        rows, drafters = self.train.rows_per_step, self.placement.drafters
+        if rows % drafters:
+            below, above = rows // drafters * drafters, -(-rows // drafters) * drafters
+            raise ValueError(
+                f"train.rows_per_step {rows} cannot be shared by {drafters} drafters (placement.drafters): the nearest "
+                f"that can is {f'{below} or {above}' if below else above}"
+            )
+        if self.placement.mode == "split" and self.train.features == "files":
+            raise ValueError("train.features=files needs no targets: set placement.mode=colocated")
+        if self.placement.mode == "split" and self.train.accept_every:
+            raise ValueError(
+                "train.accept_every needs target and drafter in one process: set it to 0 with placement.mode=split, "
+                "and run `draftsmith evaluate` on the checkpoints"
             )
         return self
 

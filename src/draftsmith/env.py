@@ -35,3 +35,8 @@ def world() -> tuple[int, int]:
 def cache_dir() -> Path:
     """Where digests and the masking salt of this user are kept: XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "draftsmith"
+
+
+def launched() -> bool:
+    """Was this process started as one of several (torchrun, or launch.py)?"""
+    return "RANK" in os.environ

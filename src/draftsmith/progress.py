@@ -13,7 +13,8 @@ from rich.progress import Progress as RichProgress
 class Progress:
     """`with Progress("training", 100, "steps") as p: p.advance(1, "loss 3.2")`"""
 
-    def __init__(self, label: str, total: int, unit: str, every_seconds: float = 10.0) -> None:
+    def __init__(self, label: str, total: int, unit: str, every_seconds: float = 10.0, *, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.label, self.total, self.unit, self.every = label, total, unit, every_seconds
         self.done, self.note = 0, ""
         self.started = self.last = time.monotonic()
@@ -26,7 +27,7 @@ class Progress:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            disable=not sys.stdout.isatty(),
+            disable=quiet or not sys.stdout.isatty(),
         )
         self.task = self.rich.add_task(label, total=total, note="")
 
@@ -39,7 +40,7 @@ class Progress:
         self.note = self.note if note is None else note
         self.rich.update(self.task, advance=amount, note=self.note)
         now = time.monotonic()
-        if self.rich.disable and (now - self.last >= self.every or self.done >= self.total):
+        if self.rich.disable and not self.quiet and (now - self.last >= self.every or self.done >= self.total):
             self.last = now
             rate = self.done / max(now - self.started, 1e-9)
             eta = (self.total - self.done) / max(rate, 1e-9)

@@ -15,16 +15,22 @@ from draftsmith.rundir import RunDir
 class Tracker:
     """Writes metrics and log lines of one attempt.  Keys of a metrics line: step, time (unix seconds), then values."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, *, quiet: bool = False) -> None:
+        """quiet: one of the other processes of a run: it writes and prints nothing."""
+        self.quiet = quiet
         self.metrics = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 (open for the run's life)
         self.text = open(run.log, "a", encoding="utf-8")  # noqa: SIM115
 
     def record(self, step: int, **values: Any) -> None:
+        if self.quiet:
+            return
         line = json.dumps({"step": step, "time": round(time.time(), 3), **_finite(values)}, allow_nan=False)
         self.metrics.write(line + "\n")
         self.metrics.flush()
 
     def say(self, message: str) -> None:
+        if self.quiet:
+            return
         print(message, flush=True)
         self.text.write(time.strftime("%Y-%m-%dT%H:%M:%S ") + message + "\n")
         self.text.flush()

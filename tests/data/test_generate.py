@@ -10,8 +10,10 @@ import torch
 from conftest import TEMPLATE, make_config, write_prompts, write_target, write_tokenizer
 
 from draftsmith.config import Config
-from draftsmith.data import generate as generate_module
-from draftsmith.data.generate import answer_batch, generate, read_prompts
+from draftsmith.data import engine as engine_module
+from draftsmith.data.engine import answer_batch
+from draftsmith.data.generate import generate
+from draftsmith.data.messages import read_prompts
 from draftsmith.errors import InputError
 from draftsmith.target.model import Target, load_target
 
@@ -130,7 +132,7 @@ def test_interrupted_between_batches_it_goes_on_where_it_was(config, target, mon
             raise KeyboardInterrupt
         return answer_batch(*args, **kwargs)
 
-    monkeypatch.setattr(generate_module, "answer_batch", interrupted)
+    monkeypatch.setattr(engine_module, "answer_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(config, target)
     first = config.conversations.read_bytes()

@@ -9,7 +9,8 @@ import pytest
 
 from draftsmith.data import loader as loader_module
 from draftsmith.data.loader import Loader, draw_anchors, eligible_anchors, pack, plan_epoch
-from draftsmith.data.store import Document, Store, write_store
+from draftsmith.data.building import write_store
+from draftsmith.data.store import Document, Store
 from draftsmith.errors import InputError
 from draftsmith.records import PackedRow
 

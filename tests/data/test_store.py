@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from draftsmith.data import store as store_module
-from draftsmith.data.store import Document, Store, describe, write_store
+from draftsmith.data.building import write_store
+from draftsmith.data.store import Document, Store, describe
 from draftsmith.errors import InputError
 
 

@@ -12,22 +12,17 @@ from conftest import SPECIAL, TEMPLATE, make_config, write_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from draftsmith.config import Config, TargetConfig
+from draftsmith.data.documents import end_at_stop, is_heldout, spans_to_tokens
+from draftsmith.data.messages import read_conversations, read_jsonl
 from draftsmith.data.store import Store
-from draftsmith.data.tokenize import (
-    end_at_stop,
-    fingerprint,
-    is_heldout,
-    read_conversations,
-    read_jsonl,
-    spans_to_tokens,
-    tokenize,
-)
+from draftsmith.data.tokenize import fingerprint, tokenize
 from draftsmith.errors import InputError
 from draftsmith.files import sha256
 from draftsmith.records import Conversation
 from draftsmith.target.model import load_tokenizer
 
 EOS = 2
+RETOKENIZED = ("token_count_known", "retokenized_differently")
 WORDS = [
     "four",
     "Four",
@@ -171,7 +166,7 @@ def test_an_answer_cut_by_its_length_teaches_no_stop(tmp_path):
 
 
 def test_an_answer_cut_by_its_length_is_dropped_and_counted(tmp_path):
-    _, store = run(tmp_path, [line(0, CHAT, "length"), line(1, CHAT)], "tokenize.length_cut=drop")
+    _, store = run(tmp_path, [line(0, CHAT, "length"), line(1, CHAT[:2])], "tokenize.length_cut=drop")
     assert [store.document(i).id for i in range(len(store))] == ["c1"]
     assert store.manifest.counts["finish_reason_length"] == 1
 
@@ -204,7 +199,8 @@ def test_what_is_too_long_with_one_turn_is_left_out_by_its_reason(tmp_path, syst
     long = [*system, say("user", "q"), say("assistant", "x" * 200)]
     fit = ("tokenize.max_tokens=150", "tokenize.heldout_fraction=0")
     _, store = run(tmp_path, [line(0, long), line(1, CHAT)], *fit)
-    assert {k: v for k, v in store.manifest.counts.items() if v} == {"read": 2, "kept": 1, "too_long": 1}
+    counts = {k: v for k, v in store.manifest.counts.items() if v and k not in RETOKENIZED}
+    assert counts == {"read": 2, "kept": 1, "too_long": 1}
 
 
 def test_a_prompt_that_leaves_no_room_is_an_error_or_dropped(tmp_path):
@@ -219,7 +215,7 @@ def test_a_prompt_that_leaves_no_room_is_an_error_or_dropped(tmp_path):
 
 
 def test_a_template_that_rewrites_history_is_refused_where_it_matters(tmp_path):
-    with pytest.raises(InputError, match=r"conversations\.jsonl: 'c1': the chat template rewrites earlier turns"):
+    with pytest.raises(InputError, match=r"conversations\.jsonl:2: 'c1': the chat template rewrites earlier turns"):
         run(tmp_path, [line(0, CHAT[:2]), line(1, CHAT)], template=LAST_ANSWER_ONLY)
     assert not (tmp_path / "data" / "store").exists()
     config, store = run(tmp_path, [line(0, CHAT[:2])], template=LAST_ANSWER_ONLY)
@@ -228,7 +224,7 @@ def test_a_template_that_rewrites_history_is_refused_where_it_matters(tmp_path):
 
 def test_a_template_that_refuses_a_role_is_an_input_error(tmp_path):
     lines = [line(0, [say("system", "s"), *CHAT])]
-    with pytest.raises(InputError, match=r"conversations\.jsonl: the chat template refuses 'c0': no system role"):
+    with pytest.raises(InputError, match=r"conversations\.jsonl:1: the chat template refuses 'c0': no system role"):
         run(tmp_path, lines, template=NO_SYSTEM)
 
 
@@ -253,11 +249,11 @@ def test_counts_add_up_and_name_the_source(tmp_path):
     ]
     config, store = run(tmp_path, lines, "tokenize.length_cut=drop", "tokenize.long_prompt=drop",
                         "tokenize.max_tokens=250", "tokenize.heldout_fraction=0.3")  # fmt: skip
-    counts = dict(store.manifest.counts)
+    counts = {k: v for k, v in store.manifest.counts.items() if v and k not in RETOKENIZED}
     assert counts["read"] == len(lines)
     assert counts["heldout"] == int(store.heldout.sum()) > 0
-    assert counts.pop("read") == sum(v for k, v in counts.items() if k not in ("heldout", "shortened"))
-    del counts["heldout"], counts["shortened"]
+    assert counts.pop("read") == sum(v for k, v in counts.items() if k != "heldout")
+    del counts["heldout"]
     assert counts == {"kept": 34, "no_answer": 2, "finish_reason_length": 1, "too_long": 1, "prompt_too_long": 1,
                       "finish_reason_content_filter": 1}  # fmt: skip
     assert len(store) == 34
@@ -378,7 +374,7 @@ def test_fingerprint_changes_with_template_and_vocabulary(tmp_path):
         (b'{"id": "\xff"}', r":3: not UTF-8"),
         (b'["id"]', r":3: not a JSON object"),
         (b'{"id": "x"}', r":3: not a conversation: messages is missing"),
-        (b'{"messages": []}', r":3: not a conversation: id is missing"),
+        (b'{"messages": []}', r":3: not a conversation: .*non-empty"),
         (b'{"id": "x", "messages": []}', r":3: .*non-empty"),
         (b'{"id": "x", "messages": [{"role": "bot", "content": "c"}]}', r":3: .*unknown role 'bot'"),
         (b'{"id": "x", "messages": [{"role": "user", "content": null}]}', r":3: .*text content"),

@@ -101,6 +101,7 @@ class Machine:
     def make_project(self) -> None:
         (self.project / "pipeline").mkdir(parents=True)
         (self.project / "pipeline" / "__init__.py").write_text("RATE = 6e-4\n")
+        (self.project / ".gitignore").write_text("__pycache__/\n")
         self.git("init", "-q", "-b", "main")
         self.commit("first")
         url = {"url": self.project.as_uri(), "dir_info": {"editable": True}}

@@ -51,6 +51,14 @@ def test_read_again_after_a_change_of_size_or_time(shard, monkeypatch, change):
     assert sha256_cached([shard], beside=True)[shard] == hashlib.sha256(shard.read_bytes()).hexdigest() and done
 
 
+def test_read_again_after_a_change_of_size_alone(shard, monkeypatch):
+    sha256_cached([shard], beside=True)
+    then = shard.stat().st_mtime_ns
+    shard.write_bytes(b"longer than first")
+    os.utime(shard, ns=(then, then))
+    assert sha256_cached([shard], beside=True)[shard] == hashlib.sha256(b"longer than first").hexdigest()
+
+
 def test_a_file_just_written_is_not_trusted(shard, monkeypatch):
     shard.write_bytes(b"fresh")
     sha256_cached([shard], beside=True)

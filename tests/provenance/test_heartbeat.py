@@ -123,6 +123,21 @@ def sign(run: RunDir, **changes: object) -> None:
     run.sign_of_life().write_text(json.dumps({**values, **changes}))
 
 
+def test_start_time_is_what_the_kernel_says():
+    begun = time.time()
+    code = "from draftsmith.provenance import host; print(host.process_began())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert begun - 2 < float(done.stdout) < time.time() + 2
+
+
+def test_a_process_that_nobody_waited_for_is_no_living_one():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert host.start_ticks(process.pid) is None
+    process.wait()
+
+
 def test_after_a_reboot(run):
     """The pid may well be somebody else's by then."""
     sign(run, boot_id="of the boot before", beat=time.time() - 60)

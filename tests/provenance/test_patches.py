@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 
 import pytest
@@ -52,6 +53,7 @@ class Thing:
 def module(tmp_path, monkeypatch):
     """A module of its own, audited; restored afterwards."""
     (tmp_path / "audited_module.py").write_text(SOURCE)
+    os.utime(tmp_path / "audited_module.py", (1e9, 1e9))  # older than this process
     monkeypatch.syspath_prepend(str(tmp_path))
     loaded = importlib.import_module("audited_module")
     yield loaded
@@ -123,16 +125,27 @@ def test_a_replaced_class(module):
     assert seen["audited_module.Thing"]["by"] == "replaced by class somebody.elses.Thing"
 
 
-def test_a_file_edited_after_the_import(module):
+def test_code_edited_in_memory(module):
+    """Name and file are right, only the code is not."""
+    changed = compile(SOURCE.replace("x + 1", "x + 2"), module.__file__, "exec")
+    module.plain.__code__ = patches.definitions(changed)["plain"][0]
+    seen = patches.audit("audited_module")
+    assert set(seen) == {"audited_module.plain"} and "edited in memory: plain" in seen["audited_module.plain"]["by"]
+
+
+def test_a_file_edited_while_the_process_runs_replaces_nothing(module):
+    """Somebody goes on working on the source: the process runs what it imported.  A stranger is still found."""
     with open(module.__file__, "w") as out:
         out.write(SOURCE.replace("x + 1", "x + 2"))
-    seen = patches.audit("audited_module")
-    assert set(seen) == {"audited_module.plain"} and "not what its file holds" in seen["audited_module.plain"]["by"]
+    assert found(module) == set()
+    module.wrapped = stranger
+    assert found(module) == {"wrapped"}
 
 
 def test_moving_a_function_within_its_file_is_no_change(module):
     with open(module.__file__, "w") as out:
         out.write("# a comment more\n\n" + SOURCE)
+    os.utime(module.__file__, (1e9, 1e9))
     assert found(module) == set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,11 +169,17 @@ def test_a_folder_that_is_no_run(call, folder):
 
 
 def test_check_same_then_different(tmp_path):
-    """A real run, then this machine against it, from one shell; torch is imported in a process of its own."""
+    """A real run, then this machine against it, from one shell; torch is imported in a process of its own.
+
+    On a copy of the package, so that whoever works on the source meanwhile does not change it under the test.
+    """
     config, _, _ = workshop()
     values = {**json.loads(config.dump()), "runs_dir": str(tmp_path / "runs")}
     (tmp_path / "config.yaml").write_text(json.dumps(values))
+    package = Path(runs.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "copy" / "draftsmith", ignore=shutil.ignore_patterns("__pycache__"))
     shell = {k: v for k, v in os.environ.items() if k not in host.read_environment()["now"]}
+    shell["PYTHONPATH"] = str(tmp_path / "copy")
 
     def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
         full = [sys.executable, "-m", "draftsmith.cli", *arguments]

@@ -157,7 +157,7 @@ def test_a_save_that_fails_leaves_the_checkpoints_there_are(run, monkeypatch, fa
         save_file(tensors, file, *rest)
 
     monkeypatch.setattr(checkpoint, "save_file", failing)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(InputError, match="No space"):
         save(run, 4, keep=1)
     assert [p.name for p in run.checkpoints.iterdir()] == ["step_00000002"]
     assert checkpoint.read_state(run.checkpoint(2)).step == 2

@@ -161,9 +161,9 @@ def test_a_signal_between_the_log_line_and_the_checkpoint_loses_no_metrics(whole
     config = again(config, tmp_path, *RESUMED, "train.log_every=5", "train.checkpoint_every=100")
     real = RowStep.heldout
 
-    def interrupted(self, rows):
+    def interrupted(self, rows, source):
         os.kill(os.getpid(), signal.SIGTERM)  # after step 3, which is no log point
-        return real(self, rows)
+        return real(self, rows, source)
 
     with monkeypatch.context() as patch:
         patch.setattr(RowStep, "heldout", interrupted)
@@ -177,18 +177,20 @@ def test_checkpoints_between_log_points_lose_no_metrics_to_a_kill(whole, tmp_pat
     """Killed right after a checkpoint, the metrics up to it are on disk."""
     config, uninterrupted = whole
     config = again(config, tmp_path, *RESUMED, "train.log_every=7")
-    real = loop.checkpoint.save
+    real = loop.checkpoint.Saver.save
 
     class Killed(BaseException):
         pass
 
-    def killed(run, step, *rest):
-        real(run, step, *rest)
+    def killed(self, step, *rest):
+        path = real(self, step, *rest)
         if step == 4:
+            self.wait()
             raise Killed
+        return path
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.checkpoint, "save", killed)
+        patch.setattr(loop.checkpoint.Saver, "save", killed)
         with pytest.raises(Killed):
             train(config)
     second = train(config, resume="auto")

@@ -143,7 +143,7 @@ def test_a_step_of_rows_without_anchors_leaves_weights_and_moments_alone(kind):
         assert torch.equal(value, weights[name])
     for number, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(v, moments[number][k]) for k, v in state.items())
-    assert step.heldout([EMPTY])["loss"] == 0
+    assert step.heldout([EMPTY], step.source)["loss"] == 0
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
@@ -193,7 +193,7 @@ def test_bfloat16_compute_keeps_float32_masters_and_comes_close():
 
 def test_heldout_is_the_loss_of_the_rows_together():
     step = make_step()
-    held = step.heldout(ROWS)
+    held = step.heldout(ROWS, step.source)
     _, sums = gradients(step, ROWS)
     assert held["loss"] == pytest.approx(float(sums.weighted) / sums.denominator, rel=1e-6)
     assert held["accuracy_by_slot"] == by_slot(sums.ce_B, sums.correct_B, sums.count_B)["accuracy_by_slot"]

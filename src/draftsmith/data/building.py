@@ -1,10 +1,10 @@
 """Making and growing a store: one writer at a time, whole or not at all, resumable shard by shard.
 
-    .<store>.lock                 who is writing
-    .<store>.building/            a store being made; renamed to <store> at the end
-    <store>/.growing/             shards being added; moved beside the others at the end, then the manifest changes
-        shard-00003.arrow ...     finished shards
-        progress.json             what they hold and how far the sources were read; written after each shard
+.<store>.lock                 who is writing
+.<store>.building/            a store being made; renamed to <store> at the end
+<store>/.growing/             shards being added; moved beside the others at the end, then the manifest changes
+    shard-00003.arrow ...     finished shards
+    progress.json             what they hold and how far the sources were read; written after each shard
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ def disk(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """One writer of a store at a time.  Raises InputError that names the other one.
+def writing(path: Path, what: str = "the store") -> Iterator[None]:
+    """One writer of `path` at a time.  Raises InputError that names the other one.
 
     The lock is the kernel's (flock), so it ends with its process, however that ends; the file says who it is, which
     also keeps a second host out where flock does not reach across.
@@ -285,7 +285,7 @@ def writing(path: Path) -> Iterator[None]:
             holder = _holder(os.read(handle, 4096))
             os.close(handle)
             who = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "another process"
-            raise InputError(f"the store {path} is being written by {who}: wait for it, or stop it") from None
+            raise InputError(f"{what} {path}: being written by {who}: wait for it, or stop it") from None
         if os.fstat(handle).st_nlink and os.path.exists(file) and os.stat(file).st_ino == os.fstat(handle).st_ino:
             break
         os.close(handle)  # its owner removed it between our two calls
@@ -293,8 +293,8 @@ def writing(path: Path) -> Iterator[None]:
         holder = _holder(os.read(handle, 4096))
         if holder and _lives(holder):
             raise InputError(
-                f"the store {path} is being written by process {holder['pid']} on {holder['host']}: wait for it, or, if "
-                f"that is no longer so, remove {file}"
+                f"{what} {path}: being written by process {holder['pid']} on {holder['host']}: wait for it, or, "
+                f"if that is no longer so, remove {file}"
             )
     except InputError:
         os.close(handle)

@@ -7,6 +7,7 @@ loader is three integers: seed, epoch, row.  Needs no torch.
 from __future__ import annotations
 
 import bisect
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ GROUP = 4096
 """Documents packed together: more fills rows better, fewer mixes them better."""
 BLUR = 0.1
 """How far from its length a document may be sorted."""
+FULL = 0.99
+"""A row less full than this waits for the documents of the next group."""
 ORDER, ANCHORS = 1, 2
 """What a random stream is for, so that no two streams coincide."""
 
@@ -38,38 +41,74 @@ class EpochPlan:
 
 
 def pack(numbers: np.ndarray, lengths: np.ndarray, row_tokens: int) -> list[list[int]]:
-    """Best fit of `numbers` (documents, with their `lengths`) into rows of `row_tokens`, in the order given."""
+    """Best fit of `numbers` (documents, with their `lengths`) into rows of `row_tokens`, in the order given: each into
+    the row that it leaves least room in, of several the first.
+
+    The rows with r tokens left are a heap, and bit r of one long integer says whether it has any: so the fullest row
+    that has room is the lowest bit from `length` on, found in C.
+    """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    room: list[list[int]] = [[] for _ in range(row_tokens + 1)]
+    some = 0
     for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
-        at = bisect.bisect_left(room, (length, -1))
-        if at < len(room):
-            left, row = room.pop(at)
+        from_here = some >> length
+        if from_here:
+            left = length + (from_here & -from_here).bit_length() - 1
+            row = heapq.heappop(room[left])
+            if not room[left]:
+                some ^= 1 << left
         else:
             left, row = row_tokens, len(rows)
             rows.append([])
         rows[row].append(number)
-        if left > length:
-            bisect.insort(room, (left - length, row))
+        left -= length
+        if left:
+            heapq.heappush(room[left], row)
+            some |= 1 << left
     return rows
 
 
 def plan_epoch(numbers: np.ndarray, lengths: np.ndarray, row_tokens: int, seed: int, epoch: int) -> EpochPlan:
-    """The rows of an epoch.  numbers, lengths: int64 [documents]."""
+    """The rows of an epoch.  numbers, lengths: int64 [documents].
+
+    Packed group by group; the documents of a group's emptiest rows join the next group, so that only the last group
+    ends in rows that are not full.
+    """
     rng = np.random.default_rng([ORDER, seed, epoch])
     order = rng.permutation(len(numbers))
-    rows: list[list[int]] = []
+    flat: list[np.ndarray] = []
+    counts: list[np.ndarray] = []  # documents in each row
+    over = np.zeros(0, dtype=np.int64)
     for start in range(0, len(order), GROUP):
-        group = order[start : start + GROUP]
+        group = np.concatenate([over, order[start : start + GROUP]])
         # about the longest first, which fills rows well; exactly so would put the same documents together every epoch
         blurred = lengths[group] * rng.uniform(1 - BLUR, 1 + BLUR, len(group))
         group = group[np.argsort(-blurred, kind="stable")]
-        rows.extend(pack(numbers[group], lengths[group], row_tokens))
-    rows = [rows[i] for i in rng.permutation(len(rows))]
-    return EpochPlan(
-        flat=np.array([n for row in rows for n in row], dtype=np.int64),
-        first=np.cumsum([0] + [len(row) for row in rows]),
-    )
+        rows = pack(group, lengths[group], row_tokens)
+        over = np.zeros(0, dtype=np.int64)
+        if start + GROUP < len(order):
+            rows, over = _set_aside(rows, lengths, row_tokens)
+        flat.append(np.array([n for row in rows for n in row], dtype=np.int64))
+        counts.append(np.array([len(row) for row in rows], dtype=np.int64))
+    members, sizes = np.concatenate(flat), np.concatenate(counts)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    mixed = rng.permutation(len(sizes))  # rows of one group are not neighbours
+    ends = np.cumsum(sizes[mixed])
+    begins = ends - sizes[mixed]
+    gather = np.arange(len(members)) - np.repeat(begins, sizes[mixed]) + np.repeat(first[mixed], sizes[mixed])
+    return EpochPlan(flat=numbers[members[gather]], first=np.concatenate([[0], ends]))
+
+
+def _set_aside(rows: list[list[int]], lengths: np.ndarray, row_tokens: int) -> tuple[list[list[int]], np.ndarray]:
+    """(rows that stay, documents of the rows that are less than FULL full): at most half a group, emptiest first."""
+    sizes = np.array([len(row) for row in rows])
+    members = np.array([n for row in rows for n in row], dtype=np.int64)
+    used = np.add.reduceat(lengths[members], np.cumsum(sizes) - sizes)
+    emptiest = np.argsort(used, kind="stable")
+    aside = (used[emptiest] < FULL * row_tokens) & (np.cumsum(sizes[emptiest]) <= GROUP // 2)
+    stays = np.ones(len(rows), dtype=bool)
+    stays[emptiest[aside]] = False
+    return [row for row, stay in zip(rows, stays.tolist(), strict=True) if stay], members[np.repeat(~stays, sizes)]
 
 
 def eligible_anchors(supervised: np.ndarray, document: np.ndarray) -> np.ndarray:

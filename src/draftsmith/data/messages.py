@@ -170,14 +170,16 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
 # ---- shapes
 
 
-def normalise(value: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def normalise(value: dict[str, Any], missing: str = "messages") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(messages in OpenAI shape, tools) of any of the shapes.  Raises ValueError or KeyError."""
     if "conversations" in value and "messages" not in value:
         messages = [_from_sharegpt(m) for m in _a_list(value["conversations"], "conversations")]
     elif "messages" in value:
         messages = [_tidy(m) for m in _a_list(value["messages"], "messages")]
-    else:
+    elif "prompt" in value:
         messages = [{"role": "user", "content": value["prompt"]}]
+    else:
+        raise KeyError(missing)
     if isinstance(value.get("system"), str) and value["system"] and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": value["system"]})
     check_messages(messages)
@@ -270,7 +272,9 @@ def read_conversations(path: Path) -> list[Conversation]:
 def parse_prompt(value: dict[str, Any], number: int, multi_turn: str) -> Prompt:
     """One line of prompts.  Raises BadLine with the reason, without file and line."""
     try:
-        messages, tools = normalise(value)
+        messages, tools = normalise(value, "prompt")
+        while len(messages) > 1 and messages[messages[0]["role"] == "system"]["role"] in ("assistant", "tool"):
+            del messages[messages[0]["role"] == "system"]  # an answer to nothing
         if multi_turn == "regenerate":
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()  # a given last answer: the target writes its own

@@ -38,6 +38,7 @@ BATCH = 4096
 """Documents in one Arrow record batch."""
 BESIDE = (
     "read", "kept", "heldout", "shortened", "cut_into_windows", "token_count_known", "retokenized_differently",
+    "leading_answers_dropped", "answers_left_out",
 )  # fmt: skip
 """Counts of a manifest that are no reasons for leaving a conversation out."""
 
@@ -151,6 +152,10 @@ class Store:
             heldout=bool(self.heldout[number]),
         )
 
+    def identity(self, number: int) -> str:
+        """Id of a document."""
+        which = int(np.searchsorted(self.first, number, side="right")) - 1
+        return self.batches[which].column("id")[number - int(self.first[which])].as_py()
 
     def keys(self) -> np.ndarray:
         """S16, ascending: the conversations stored."""
@@ -241,7 +246,11 @@ def describe(manifest: StoreManifest) -> str:
     out += f"; left out: {json.dumps(left_out)}" if left_out else "; none left out"
     if manifest.generation > 1:
         out = f"generation {manifest.generation}: {out}"
-    for key, what in (("shortened", "shortened by whole turns"), ("cut_into_windows", "cut into windows")):
+    for key, what in (
+        ("shortened", "shortened by whole turns"),
+        ("cut_into_windows", "cut into windows"),
+        ("leading_answers_dropped", "began with an answer, which is dropped"),
+    ):
         out += f"; {counts[key]} {what}" if counts.get(key) else ""
     if counts.get("retokenized_differently"):
         known = counts["token_count_known"]

@@ -8,15 +8,11 @@ by its length and hash, so that a file that has only grown is read on from there
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import json
-import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +23,11 @@ import pyarrow.compute as pc
 from draftsmith.config import Config
 from draftsmith.data import building
 from draftsmith.data.building import Build, Source, exists, writing
-from draftsmith.data.documents import DocumentSettings, Made, Recipe, Worker
+from draftsmith.data.documents import DocumentSettings, Made, Recipe
 from draftsmith.data.messages import Chunk, Leniency, read_chunks
 from draftsmith.data.render import ChatTemplate
 from draftsmith.data.store import read_manifest
+from draftsmith.data.workers import ChunkMaker, worker_count
 from draftsmith.errors import InputError
 from draftsmith.files import sha256
 from draftsmith.progress import Progress
@@ -41,8 +38,6 @@ PROBE = [
     {"role": "user", "content": "What is 2 + 2?\nAnswer in one word."},
     {"role": "assistant", "content": "Four — 4."},
 ]
-SMALL_FILE = 4 << 20
-"""Bytes below which starting processes costs more than it saves."""
 WHAT = "conversations (run `draftsmith generate` first)"
 
 
@@ -76,10 +71,12 @@ def _build(config: Config, files: Sequence[Path], base: StoreManifest | None) ->
             run = _Run(config, build, files, base)
             known = build.keys()
             workers = worker_count(config.tokenize.workers, sum(run.bytes_left))
-            with Progress("tokenizing", sum(run.bytes_left) >> 10, "KiB") as progress:
-                with chunk_maker(Recipe(**{**vars(recipe), "known": known}), workers) as make:
-                    for number in range(len(files)):
-                        run.source(number, make, progress)
+            progress = Progress("tokenizing", sum(run.bytes_left) >> 10, "KiB")
+            with progress, ChunkMaker(replace(recipe, known=known), workers) as make:
+                for number in range(len(files)):
+                    run.source(number, make, progress)
+            if not build.counts and base is None:
+                raise InputError(f"{files[0]} is empty: there is nothing to tokenize")
             return build.commit(tokenizer=name, eos=recipe.eos, sources=run.sources)
 
 
@@ -149,13 +146,11 @@ class _Run:
         if batch is None:
             return
         again = [key for key in made.keys if key in self.seen]
+        for key, note in zip(made.keys, made.notes, strict=True):
+            self.build.counts.update({"duplicate": 1} if key in self.seen else note)
         if again:  # within a chunk, and against what is stored, the worker has looked
-            keys, held = batch.column("key"), batch.column("heldout")
-            gone = pc.is_in(keys, value_set=pa.array(again, keys.type))
-            first = {key: held[keys.index(pa.scalar(key, keys.type)).as_py()].as_py() for key in again}
-            self.build.counts.update({"duplicate": len(again)})
-            self.build.counts.subtract({"kept": len(again), "heldout": sum(first.values())})
-            batch = batch.filter(pc.invert(gone))
+            keys = batch.column("key")
+            batch = batch.filter(pc.invert(pc.is_in(keys, value_set=pa.array(again, keys.type))))
         self.seen.update(made.keys)
         if batch.num_rows:
             self.build.add(batch)
@@ -166,7 +161,7 @@ class HashedPrefix:
 
     def __init__(self, file: Path, size: int) -> None:
         self.hash, left = hashlib.sha256(), size
-        self.digests: collections.deque[tuple[int, str]] = collections.deque()
+        self.digests: deque[tuple[int, str]] = deque()
         if size:
             with open(file, "rb") as handle:
                 while left > 0 and (block := handle.read(min(left, 1 << 20))):
@@ -188,62 +183,6 @@ class HashedPrefix:
         while self.digests[0][0] < position:
             self.digests.popleft()
         return self.digests[0][1]
-
-
-class chunk_maker:  # noqa: N801 - reads as a function where it is used
-    """`with chunk_maker(recipe, workers) as make: for made in make(chunks)`: in order, a few chunks ahead at most."""
-
-    def __init__(self, recipe: Recipe, workers: int) -> None:
-        self.recipe, self.workers = recipe, workers
-        self.pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Callable[[Iterable[Chunk]], Iterator[Made]]:
-        if self.workers == 0:
-            return lambda chunks: map(Worker(self.recipe).chunk, chunks)
-        self.pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _start, (self.recipe,))
-        return self._in_order
-
-    def _in_order(self, chunks: Iterable[Chunk]) -> Iterator[Made]:
-        assert self.pool is not None
-        ahead: collections.deque[Future[Made]] = collections.deque()
-        try:
-            for chunk in chunks:
-                ahead.append(self.pool.submit(_work, chunk))
-                if len(ahead) > 2 * self.workers:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        except BrokenProcessPool as error:
-            raise InputError(
-                "a tokenizing process was killed (out of memory?): run the same command again, with fewer "
-                "tokenize.workers; finished shards are kept"
-            ) from error
-
-    def __exit__(self, *_: Any) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-
-
-_worker: Worker | None = None
-
-
-def _start(recipe: Recipe) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process is one of as many as there are CPUs
-    _worker = Worker(recipe)
-
-
-def _work(chunk: Chunk) -> Made:
-    assert _worker is not None
-    return _worker.chunk(chunk)
-
-
-def worker_count(wanted: int | None, size: int) -> int:
-    """0: in this process."""
-    if wanted is not None:
-        return wanted
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if size < SMALL_FILE or cpus == 1 else cpus
 
 
 def is_lines(file: Path) -> bool:

@@ -81,6 +81,13 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def process_began() -> float:
+    """When this process started, in seconds since 1970."""
+    lines = Path("/proc/stat").read_text().splitlines()
+    booted = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)
+    return booted + (start_ticks(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
+
+
 def boot_id() -> str | None:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

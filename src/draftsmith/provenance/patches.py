@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import os
 import sys
 import sysconfig
 import types
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from draftsmith.provenance import host
 from draftsmith.provenance.facts import attempt
 
 MODULES = (
@@ -68,7 +70,9 @@ def read_patches() -> dict[str, Any]:
 def audit(name: str) -> dict[str, Any]:
     """{qualified name: what replaced it} for one loaded module."""
     module = sys.modules[name]
-    package = name.partition(".")[0]
+    package, file = name.partition(".")[0], str(module.__file__)
+    # a file edited since this process began says nothing about what the process runs: only strangers can be found then
+    edited = os.path.exists(file) and os.stat(file).st_mtime > host.process_began()
     defined = definitions(module.__spec__.loader.get_code(name))  # type: ignore[union-attr]
     found: dict[str, Any] = {}
     for path, codes in defined.items():
@@ -77,8 +81,8 @@ def audit(name: str) -> dict[str, Any]:
         if isinstance(holder, type) and not _own_class(holder, package):
             found[f"{name}.{holder.__name__}"] = {"by": f"replaced by class {holder.__module__}.{holder.__qualname__}"}
             continue
-        live = _lookup(module, path)
-        foreign = None if live is None else _foreign(live, package, set(map(signature, codes)), module.__file__, last)
+        live, right = _lookup(module, path), set() if edited else set(map(signature, codes))
+        foreign = None if live is None else _foreign(live, package, right, file, last)
         if foreign:
             found[f"{name}.{path}"] = foreign
     return found
@@ -104,9 +108,14 @@ def definitions(code: types.CodeType, prefix: str = "") -> dict[str, list[types.
 
 def signature(code: types.CodeType) -> str:
     """What a function does, without where it stands in its file."""
-    constants = [signature(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    constants = [signature(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
     content = (code.co_code.hex(), code.co_names, code.co_varnames, code.co_argcount, code.co_flags, constants)
     return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _constant(value: Any) -> str:
+    """Sets have no order of their own."""
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def _modules() -> set[str]:
@@ -132,7 +141,7 @@ def _foreign(
         if not _belongs(code.co_filename, (package, *TRUSTED)):
             return _describe(layer, code, "replaced by")
         if sources and (code.co_filename, code.co_name) == (file, name):
-            return _describe(layer, code, "not what its file holds:")  # the file was edited after the import
+            return _describe(layer, code, "edited in memory:")
     return None
 
 

@@ -22,8 +22,8 @@ def read_source(editables: dict[str, Path]) -> dict[str, Any]:
     """{project: facts}.  editables: name and folder of every editable install; this package is added."""
     folders = dict(editables)
     own = Path(__file__).parents[1]
-    if own.is_dir():  # not inside the stand-alone archive
-        folders.setdefault("draftsmith", own)
+    if own.is_dir():  # not inside the stand-alone archive; where this runs from counts, not what is installed
+        folders["draftsmith"] = own
     return {name: attempt(read_project, folder) for name, folder in sorted(folders.items())}
 
 

@@ -46,7 +46,7 @@ class Target:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     forward: str
-    """packed or per_document, see TargetConfig.forward."""
+    """packed or per_document, see TargetConfig.forward; elsewhere where only embedding and head are loaded."""
 
     @property
     def trunk(self) -> Any:
@@ -178,6 +178,47 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
         print(f"target: {kind} lets packed documents see each other in this transformers, so it runs one at a time")
         target.forward = "per_document"
     return target
+
+
+def load_borrowed(config: TargetConfig, device_name: str) -> Target:
+    """What a drafter of a split placement needs of the target: its config, tokenizer, embedding and head.
+
+    The rest of the model has shapes but no memory (meta device).  Raises InputError if the two are not in the files.
+    """
+    import transformers
+    from safetensors import safe_open
+
+    device = pick_device(device_name)
+    folder, tokenizer = model_folder(config), load_tokenizer(config)
+    gpu = device.type == "cuda"
+    dtype = {"auto": torch.bfloat16 if gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
+    auto = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(auto, trust_remote_code=config.trust_remote_code)
+    files: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as handle:
+            files |= dict.fromkeys(handle.keys(), file)
+
+    def read(module: Any, ending: str) -> nn.Parameter:
+        own = next(n for n, m in model.named_modules() if m is module) + ".weight"
+        keys = [own] if own in files else [k for k in files if k.endswith(ending)]
+        if len(keys) != 1:
+            raise InputError(f"{folder}: its files do not hold one {own}, which the drafter needs")
+        with safe_open(files[keys[0]], "pt") as handle:
+            return nn.Parameter(handle.get_tensor(keys[0]).to(device, dtype), requires_grad=False)
+
+    model.requires_grad_(False).eval()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding.weight = read(embedding, "embed_tokens.weight")
+    tied = auto.get_text_config().tie_word_embeddings
+    head.weight = embedding.weight if tied else read(head, "lm_head.weight")
+    if getattr(embedding, "embed_scale", None) is not None:  # Gemma keeps it as a buffer, here on the meta device
+        scale = getattr(embedding, "scalar_embed_scale", None) or model.config.get_text_config().hidden_size ** 0.5
+        embedding.embed_scale = torch.tensor(scale)
+    eos = eos_token_ids(config, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    return Target(config.model, model, tokenizer, device, dtype, eos, pad, "elsewhere")
 
 
 def _attention(folder: Path, config: TargetConfig) -> str:

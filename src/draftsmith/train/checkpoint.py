@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,30 +24,96 @@ from draftsmith.rundir import RunDir, attempts
 WEIGHTS, OPTIMIZER, STATE = "drafter.safetensors", "optimizer.safetensors", "state.json"
 
 
+class Saver:
+    """Writes checkpoints/step_<n>/ beside training: the state is copied at once, the files are written by a thread.
+
+    Each is written whole or not at all; all but the newest `keep` are then removed.  A write that failed (a full disk)
+    raises InputError at the next call.
+    """
+
+    def __init__(self, run: RunDir, keep: int) -> None:
+        self.run, self.keep = run, keep
+        self.thread: threading.Thread | None = None
+        self.failure: OSError | None = None
+        self.path: Path | None = None
+
+    def save(
+        self, step: int, rows_done: int, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer,
+        pins: Mapping[str, str],
+    ) -> Path:  # fmt: skip
+        """Begin to write; the folder it will have.  Waits for the one before."""
+        self.wait()
+        self.path = self.run.checkpoint(step)
+        if self.path.exists():
+            return self.path
+        names = {id(p): name for name, p in drafter.named_parameters()}
+        moments = {
+            f"{key}/{names[id(parameter)]}": _copy(value)
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+        weights = {k: _copy(v) for k, v in drafter.state_dict().items()}
+        state = CheckpointState(step, rows_done, drafter.spec, {}, dict(pins))
+        self.thread = threading.Thread(target=self._write, args=(self.path, weights, moments, state))
+        self.thread.start()
+        return self.path
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on disk."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            error, self.failure = self.failure, None
+            raise InputError(
+                f"checkpoint {self.path} could not be written: {error.strerror or error}: free space there, or set "
+                f"runs_dir; then go on with --resume auto"
+            ) from error
+
+    close = wait
+
+    def _write(
+        self, path: Path, weights: dict[str, Tensor], moments: dict[str, Tensor], state: CheckpointState
+    ) -> None:
+        try:
+            with folder_written_whole(path) as folder:
+                _save_file(weights, folder / WEIGHTS)
+                _save_file(moments, folder / OPTIMIZER)
+                files = {
+                    name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+                    for name in (WEIGHTS, OPTIMIZER)
+                }
+                record = dataclasses.replace(state, files=files)
+                write_text(folder / STATE, json.dumps(dataclasses.asdict(record), indent=2))
+            for old in listed(self.run)[: -self.keep]:
+                shutil.rmtree(old)
+        except OSError as error:
+            self.failure = error
+        except InputError as error:  # from folder_written_whole, which names the folder
+            self.failure = OSError(str(error))
+
+
+def _copy(value: Tensor) -> Tensor:
+    """On the CPU, in memory of its own: training goes on changing the original."""
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+def _save_file(tensors: dict[str, Tensor], file: Path) -> None:
+    """safetensors reports a full disk as its own error."""
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
 def save(
     run: RunDir, step: int, rows_done: int, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer,
     pins: Mapping[str, str], keep: int,
 ) -> Path:  # fmt: skip
-    """Write checkpoints/step_<n>/ of a run, then remove all but the newest `keep`."""
-    path = run.checkpoint(step)
-    if path.exists():
-        return path
-    names = {id(p): name for name, p in drafter.named_parameters()}
-    moments: dict[str, Tensor] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            moments[f"{key}/{names[id(parameter)]}"] = value.detach().cpu().contiguous()
-    with folder_written_whole(path) as folder:
-        save_file({k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}, folder / WEIGHTS)
-        save_file(moments, folder / OPTIMIZER)
-        files = {
-            name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-            for name in (WEIGHTS, OPTIMIZER)
-        }
-        state_record = CheckpointState(step, rows_done, drafter.spec, files, dict(pins))
-        write_text(folder / STATE, json.dumps(dataclasses.asdict(state_record), indent=2))
-    for old in listed(run)[:-keep]:
-        shutil.rmtree(old)
+    """`Saver.save`, and wait."""
+    saver = Saver(run, keep)
+    path = saver.save(step, rows_done, drafter, optimizer, pins)
+    saver.wait()
     return path
 
 

@@ -1,9 +1,10 @@
-"""The training loop, on one process: what happens, in order."""
+"""The training loop: what happens, in order, on one process or on this process's part of several."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -35,14 +36,21 @@ from draftsmith.target.model import (
     FeatureExtractor,
     Target,
     drafter_spec,
+    load_borrowed,
     load_target,
     model_folder,
+    pick_device,
     weights_fingerprint,
 )
 from draftsmith.tracking import Tracker
 from draftsmith.train import checkpoint
+from draftsmith.train.dist import World, agree
+from draftsmith.train.dist import world as join
 from draftsmith.train.optim import make_optimizer, rate, set_rate
+from draftsmith.train.roles import Clock, KnownRows, serve, with_anchors
+from draftsmith.train.schedule import rows_of_drafter
 from draftsmith.train.step import Frozen, RowStep, StepSums, by_slot
+from draftsmith.train.transport import ReceiveRows, receive_heldout
 
 
 @dataclass
@@ -85,11 +93,12 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def prepare(config: Config, target: Target | None = None) -> Plan:
+def prepare(config: Config, target: Target | None = None, world: World | None = None) -> Plan:
     """Load and check.  Raises InputError for whatever cannot be trained on."""
-    settings = config.train
+    settings, world = config.train, world or World()
     store = Store(config.store)
-    target = target or load_target(config.target, config.device)
+    load = load_borrowed if world.role == "drafter" else load_target
+    target = target or load(config.target, config.device)
     if store.manifest.tokenizer != fingerprint(target.tokenizer):
         raise InputError(f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s")
     spec = drafter_spec(config.drafter, target)
@@ -137,35 +146,66 @@ def train(
     config: Config, *, resume: str | None = None, new_attempt: bool = False, target: Target | None = None,
     run: RunDir | None = None,
 ) -> RunDir:  # fmt: skip
-    """Train a drafter.  Returns the run folder.
+    """Train a drafter, as one process or as this process's part of several.  Returns the run folder.
 
-    resume: "auto" or a checkpoint folder.  Raises Interrupted after a signal (a checkpoint has been saved),
-    FloatingPointError when features or loss stop being finite.
+    resume: "auto" or a checkpoint folder; "auto" with new_attempt starts afresh where there is nothing to resume.
+    Raises Interrupted after a signal (a checkpoint has been saved), FloatingPointError when features or loss stop being
+    finite.
     """
     recorder = Recorder("train", config.model_dump(mode="json"))
-    plan = prepare(config, target)
-    source_checkpoint: Path | None = None
-    passed_over: list[str] = []
-    if resume is not None:
-        source_checkpoint, passed_over = checkpoint.find_resume(config.runs_dir, config.name, resume)
-        state = checkpoint.read_state(source_checkpoint)
-        passed_over += checkpoint.check_pins(state, plan.pins, plan.spec, source_checkpoint)
-        if altered := altered_shards(config.store):
-            shard = config.store / altered[0]
-            raise InputError(f"cannot resume from {source_checkpoint}: {shard} does not hold what was written to it")
-        if state.step >= plan.steps:
-            raise InputError(
-                f"nothing is left to train: {source_checkpoint} is at step {state.step} of {plan.steps} (train.steps "
-                f"or train.epochs): raise them to go on"
-            )
-    check_files(config, plan, source_checkpoint)
-    run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
-    write_text(run.config, config.dump())
-    with recorder.recording(run), closing(Tracker(run)) as tracker:
-        for note in [*plan.notes, *passed_over]:
-            tracker.say(note)
-        _run(config, plan, run, tracker, recorder, source_checkpoint)
+    with join(config.placement, pick_device(config.device).type) as world:
+        agree(world, identity(config))
+        plan = prepare(config, target, world)
+        if world.role == "target":
+            extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
+            return serve(world, plan.loader, extract, plan.heldout_rows, config.placement.run_ahead)
+        source_checkpoint: Path | None = None
+        passed_over: list[str] = []
+        if resume is not None:
+            source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
+        check_files(config, plan, source_checkpoint)
+        if world.first:
+            run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
+            write_text(run.config, config.dump())
+        run = RunDir(Path(world.from_first("run", str(run.path) if run else "")))
+        with recorder.recording(run), closing(Tracker(run, quiet=not world.first)) as tracker:
+            for note in [*plan.notes, *passed_over]:
+                tracker.say(note)
+            try:
+                _run(config, plan, run, tracker, recorder, source_checkpoint, world)
+            finally:
+                world.publish("stopped", world.rank)
     return run
+
+
+def find_start(config: Config, plan: Plan, resume: str, new_attempt: bool) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and what is to be said about it.  Raises InputError if it does not fit."""
+    try:
+        path, notes = checkpoint.find_resume(config.runs_dir, config.name, resume)
+    except InputError:
+        if resume == "auto" and new_attempt:
+            return None, ["nothing to resume, starting afresh"]
+        raise
+    state = checkpoint.read_state(path)
+    notes += checkpoint.check_pins(state, plan.pins, plan.spec, path)
+    if altered := altered_shards(config.store):
+        raise InputError(f"cannot resume from {path}: {config.store / altered[0]} does not hold what was written to it")
+    if state.step >= plan.steps:
+        raise InputError(
+            f"nothing is left to train: {path} is at step {state.step} of {plan.steps} (train.steps or train.epochs): "
+            f"raise them to go on"
+        )
+    return path, notes
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What every process of a run must have alike."""
+    packages = {f"package {d.name}": d.version for d in importlib.metadata.distributions()}
+    source = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        source.update(file.read_bytes())
+    settings = {f"config {k}": v for k, v in config.model_dump(mode="json").items()}
+    return {**settings, **packages, "draftsmith's source": source.hexdigest()[:16]}
 
 
 def check_files(config: Config, plan: Plan, resume_from: Path | None) -> None:
@@ -178,8 +218,9 @@ def check_files(config: Config, plan: Plan, resume_from: Path | None) -> None:
 
 
 def _run(
-    config: Config, plan: Plan, run: RunDir, tracker: Tracker, recorder: Recorder, resume_from: Path | None
-) -> None:
+    config: Config, plan: Plan, run: RunDir, tracker: Tracker, recorder: Recorder, resume_from: Path | None,
+    world: World,
+) -> None:  # fmt: skip
     settings = config.train
     drafter = DFlashDrafter(plan.spec).initialize(settings.seed).to(plan.target.device)
     if plan.compute_dtype == torch.float64:
@@ -190,11 +231,14 @@ def _run(
         state = checkpoint.restore(resume_from, drafter, optimizer)
         first, rows_before = state.step, state.rows_done
         tracker.say(f"resumed from {resume_from} at step {first}")
-    source = feature_source(config, plan, tracker)
+    end = rows_before + (plan.steps - first) * settings.rows_per_step
+    world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
+    source, heldout_source = feature_sources(config, plan, tracker, world, first, rows_before)
     frozen = Frozen(plan.target.embedding.to(plan.compute_dtype), plan.target.head.to(plan.compute_dtype))
     row_step = RowStep(
-        drafter, frozen, source, settings, config.loss, attention=plan.attention, compute_dtype=plan.compute_dtype
-    )
+        drafter, frozen, source, settings, config.loss, attention=plan.attention, compute_dtype=plan.compute_dtype,
+        world=world,
+    )  # fmt: skip
     parameters = sum(p.numel() for p in drafter.parameters())
     facts = {
         "parameters": parameters,
@@ -206,6 +250,7 @@ def _run(
         "compute_dtype": str(plan.compute_dtype),
         "device": str(plan.target.device),
         "steps": plan.steps,
+        "placement": config.placement.model_dump(),
         "resumed_from": str(resume_from) if resume_from else None,
         "pins": plan.pins,
     }
@@ -219,40 +264,58 @@ def _run(
     )
 
     waiting: list[StepSums] = []
-    since = time.monotonic()
-    with stop_on_signals() as stop, Progress("training", plan.steps - first, "steps") as progress:
+    saver = checkpoint.Saver(run, settings.keep_checkpoints)
+    clock = Clock(world, source)
+    with (
+        stop_on_signals() as stop,
+        closing(saver),
+        Progress("training", plan.steps - first, "steps", quiet=not world.first) as progress,
+    ):
         for step in range(first, plan.steps):
             set_rate(optimizer, rate(step, plan.steps, settings))
             begin = rows_before + (step - first) * settings.rows_per_step
-            rows = [plan.loader.row(begin + i) for i in range(settings.rows_per_step)]
+            rows = [
+                plan.loader.row(g) for g in rows_of_drafter(begin, settings.rows_per_step, world.drafters, world.index)
+            ]
             waiting.append(row_step.step(step, rows, optimizer, optimizer.param_groups[0]["lr"]))
             done = step + 1
             recorder.at(done)
             last = done == plan.steps
-            stopped = stop.signal  # looked at once, so that all of the step goes by the same answer
+            stopped = agree_to_stop(world, stop)  # once, so that all of the step goes by the same answer
             saving = last or _due(done, settings.checkpoint_every) or stopped
             if saving or done % settings.log_every == 0:  # no checkpoint before its steps are known to be finite
-                note = flush(tracker, waiting, time.monotonic() - since)
-                waiting, since = [], time.monotonic()
+                note = flush(tracker, waiting, clock, world)
+                waiting = []
                 progress.advance(done - first - progress.done, note)
-            if plan.heldout_rows and (last or _due(done, settings.heldout_every)):
-                held = row_step.heldout(plan.heldout_rows)
+            if world.first and plan.heldout_rows and (last or _due(done, settings.heldout_every)):
+                held = row_step.heldout(plan.heldout_rows, heldout_source)
                 tracker.record(done, kind="heldout", **held)
                 tracker.say(f"step {done}: held-out loss {held['loss']:.3f}, accuracy {held['accuracy']:.3f}")
-                since = time.monotonic()
-            if plan.prompts and (last or _due(done, settings.accept_every)):
+                clock.reset()
+            if world.first and plan.prompts and (last or _due(done, settings.accept_every)):
                 accepted_length(config, plan, drafter, tracker, done)
-                since = time.monotonic()
-            if saving:
-                rows_done = begin + settings.rows_per_step
-                path = checkpoint.save(run, done, rows_done, drafter, optimizer, plan.pins, settings.keep_checkpoints)
-                since = time.monotonic()
-                if stopped and not last:
-                    name = signal.Signals(stopped).name
+                clock.reset()
+            if saving and world.first:
+                path = saver.save(done, begin + settings.rows_per_step, drafter, optimizer, plan.pins)
+                clock.reset()
+            if stopped and not last:
+                saver.wait()
+                name = signal.Signals(stopped).name
+                message = f"{name}: saved at step {done}; go on with --resume auto"
+                if world.first:
                     message = f"{name}: saved {path} at step {done}; go on with --resume auto"
-                    tracker.say(message)
-                    raise Interrupted(128 + stopped, message)
+                tracker.say(message)
+                raise Interrupted(128 + stopped, message)
+    if world.targets and world.first:
+        tracker.say(clock.advice(settings.rows_per_step))
     tracker.say(f"trained: {plan.steps} steps, {run.path}")
+
+
+def agree_to_stop(world: World, stop: StopRequest) -> int | None:
+    """The signal to stop for, the same on every drafter after the same step."""
+    mine = stop.signal
+    interrupts, terminates = world.sum_host([float(mine == signal.SIGINT), float(mine == signal.SIGTERM)])
+    return signal.SIGTERM if terminates else signal.SIGINT if interrupts else None
 
 
 def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
@@ -262,20 +325,41 @@ def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
     return features_folder(plan.store, pins), pins
 
 
-def feature_source(config: Config, plan: Plan, tracker: Tracker) -> FeatureSource:
-    """Online, or from files beside the store, computed once if they are not there yet."""
+def feature_sources(
+    config: Config, plan: Plan, tracker: Tracker, world: World, first: int, rows_before: int
+) -> tuple[FeatureSource, FeatureSource]:
+    """Where the features of training rows and of held-out rows come from: this process's own target, files beside the
+    store (computed once, by rank 0, if they are not there yet), or the targets of a split placement."""
+    settings = config.train
+    if world.role == "drafter":
+        device = plan.target.device
+        shape = (settings.row_tokens, len(plan.spec.feature_layers) * plan.spec.hidden_size)
+        held = KnownRows([], device)
+        if world.first:
+            count = sum(row.anchor_count > 0 for row in plan.heldout_rows)
+            held.features = receive_heldout(world, count, shape, plan.feature_dtype, device)
+        steps = range(plan.steps - first)
+        per_step = settings.rows_per_step
+        mine = (
+            g for s in steps
+            for g in rows_of_drafter(rows_before + s * per_step, per_step, world.drafters, world.index)
+        )  # fmt: skip
+        rows = (g for g, _ in with_anchors(plan.loader, mine))
+        return ReceiveRows(world, rows, shape, plan.feature_dtype, device, config.placement.run_ahead), held
     extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
-    if config.train.features == "online":
-        return extract
+    if settings.features == "online":
+        return extract, extract
     folder, pins = features_place(plan)
-    if not folder.exists():
+    if world.first and not folder.exists():
         tracker.say(f"computing the features of {len(plan.store)} documents into {folder}")
         write_features(folder, plan.store, extract, pins)
-    return FileFeatures(folder, plan.store, pins, plan.target.device)
+    world.from_first("features", "written")
+    files = FileFeatures(folder, plan.store, pins, plan.target.device)
+    return files, files
 
 
-def flush(tracker: Tracker, waiting: list[StepSums], seconds: float) -> str:
-    """Read the steps since the last log point back from the device and write a line for each.
+def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World) -> str:
+    """Read the steps since the last log point back from the device, over all drafters, and write a line for each.
 
     Raises FloatingPointError naming the step and the row if features, loss or gradient are not finite.
     """
@@ -285,28 +369,36 @@ def flush(tracker: Tracker, waiting: list[StepSums], seconds: float) -> str:
                 raise FloatingPointError(
                     f"step {sums.step + 1}: features of epoch {epoch}, row {index} hold NaN or Inf"
                 )
-        loss = float(sums.weighted) / sums.denominator if sums.denominator else 0.0
+    values = torch.stack([torch.cat([s.weighted[None], s.ce_B, s.correct_B, s.count_B]) for s in waiting])
+    values = world.sum_device(values).cpu()
+    size = len(waiting[0].ce_B)
+    counted = world.sum_host([x for s in waiting for x in (s.tokens, s.anchors, len(s.rows))])
+    for i, sums in enumerate(waiting):
+        loss = float(values[i, 0]) / sums.denominator if sums.denominator else 0.0
         norm = float(sums.grad_norm)
         if not (isfinite(loss) and isfinite(norm)):
             raise FloatingPointError(
                 f"step {sums.step + 1}: the loss is {loss}, the gradient's norm {norm} on rows (epoch, row) "
                 f"{list(sums.rows)}"
             )
-        slots = by_slot(sums.ce_B, sums.correct_B, sums.count_B)
+        slots = by_slot(*values[i, 1:].split(size))
         tracker.record(
             sums.step + 1, kind="train", loss=loss, lr=sums.rate, grad_norm=norm,
-            anchors=sums.anchors, **slots,
+            anchors=int(counted[3 * i + 1]), **slots,
         )  # fmt: skip
-    tokens, rows = sum(s.tokens for s in waiting), sum(len(s.rows) for s in waiting)
+    tokens, anchors, rows = (sum(counted[k::3]) for k in range(3))
+    seconds, waits = clock.read(len(waiting) * len(waiting[0].rows))
     tracker.record(
         waiting[-1].step + 1,
         kind="rate",
         seconds=seconds,
         rows_per_s=rows / seconds,
         tokens_per_s=tokens / seconds,
-        anchors_per_s=sum(s.anchors for s in waiting) / seconds,
+        anchors_per_s=anchors / seconds,
+        **waits,
     )
-    return f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s"
+    who = f"  drafters wait {waits['drafters_waited']:.0%}" if world.targets else ""
+    return f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s{who}"
 
 
 def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:

@@ -21,6 +21,7 @@ from draftsmith.drafter.loss import LossSums, drafter_loss
 from draftsmith.drafter.model import DFlashDrafter, embed
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource
+from draftsmith.train.dist import World
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ class RowStep:
 
     def __init__(
         self, drafter: DFlashDrafter, frozen: Frozen, source: FeatureSource, train: TrainConfig, loss: LossConfig,
-        *, attention: str, compute_dtype: torch.dtype,
+        *, attention: str, compute_dtype: torch.dtype, world: World | None = None,
     ) -> None:  # fmt: skip
         self.drafter, self.frozen, self.source = drafter, frozen, source
         self.train, self.loss, self.attention, self.compute_dtype = train, loss, attention, compute_dtype
+        self.world = world or World()
+        self.sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.gamma = loss.gamma or default_gamma(drafter.spec.block_size)
         self.device = frozen.head.device
         # on a GPU every row has the same shape; an eager CPU run leaves unused anchor slots out
@@ -107,9 +110,10 @@ class RowStep:
         )
 
     def step(self, number: int, rows: Sequence[PackedRow], optimizer: torch.optim.Optimizer, rate: float) -> StepSums:
-        """Gradients of sum(numerators) / sum(denominators) over all rows, clipped, then one optimizer step."""
+        """Gradients of sum(numerators) / sum(denominators) over all rows of the step, those of the other drafters too,
+        clipped, then one optimizer step.  rows: this process's share."""
         blocks = [self.blocks(row) for row in rows]
-        total = sum(self.denominator(b) for b in blocks)
+        total, used = self.world.sum_host([sum(self.denominator(b) for b in blocks), sum(b.anchors for b in blocks)])
         sums: list[LossSums] = []
         finite = []
         for row, batch in zip(rows, blocks, strict=True):
@@ -121,16 +125,19 @@ class RowStep:
             one = self.run(row, batch, features)
             (one.weighted / total).backward()
             sums.append(one)
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.train.clip_norm)
-        if sums:
+        parameters = list(self.drafter.parameters())
+        if used:  # the same answer everywhere: a process whose own rows are empty takes part like the others
+            self.world.sum_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.train.clip_norm)
+        if used:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        zero = torch.zeros(self.drafter.spec.block_size, device=self.device)
+        zero = torch.zeros(self.drafter.spec.block_size, device=self.device, dtype=self.sum_dtype)
         return StepSums(
             step=number,
             rows=tuple((r.epoch, r.index) for r in rows),
             denominator=total,
-            weighted=sum((s.weighted.detach() for s in sums), torch.zeros((), device=self.device)),
+            weighted=sum((s.weighted.detach() for s in sums), zero[0]),
             ce_B=sum((s.ce_B for s in sums), zero),
             correct_B=sum((s.correct_B for s in sums), zero),
             count_B=sum((s.count_B for s in sums), zero),
@@ -142,15 +149,15 @@ class RowStep:
         )
 
     @torch.no_grad()
-    def heldout(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
-        """Loss and accuracy by slot on held-out rows."""
+    def heldout(self, rows: Sequence[PackedRow], source: FeatureSource) -> dict[str, Any]:
+        """Loss and accuracy by slot on held-out rows, on this process alone."""
         total, weighted = 0.0, 0.0
         ce, correct, count = (torch.zeros(self.drafter.spec.block_size, device=self.device) for _ in range(3))
         for row in rows:
             blocks = self.blocks(row)
             if blocks.anchors == 0:
                 continue
-            one = self.run(row, blocks, self.source.row(row))
+            one = self.run(row, blocks, source.row(row))
             total += self.denominator(blocks)
             weighted += float(one.weighted)
             ce, correct, count = ce + one.ce_B, correct + one.correct_B, count + one.count_B

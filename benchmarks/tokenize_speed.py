@@ -1,0 +1,189 @@
+"""Speed of the tokenize stage beside the bare tokenizer on the same text, and beside a peer's parser.
+
+    pip install --no-deps --target .peers/specforge specforge==0.2.0
+    python benchmarks/tokenize_speed.py --model MODEL --conversations FILE.jsonl --peer .peers/specforge
+
+Measured, each `--repeats` times in turn, medians taken, the same number of processes for all:
+  ours     the whole stage: reading, parsing, duplicates, rendering, encoding, spans, writing, hashing, syncing
+  bare     `encode_batch` of the rendered texts and nothing else: in one process with as many threads, and in as many
+           single-threaded processes; the faster of the two counts
+  peer     SpecForge's GeneralParser (rendering, ids, loss mask) on every n-th of the same conversations, in as many
+           processes; it is told to cut at the same length
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from _common import write_result
+from tokenizers import Tokenizer
+
+from draftsmith.config import parse_config
+from draftsmith.data.documents import Worker
+from draftsmith.data.messages import read_chunks
+from draftsmith.data.tokenize import recipe_of, tokenize
+from draftsmith.target.model import load_tokenizer
+
+PEER = "SpecForge 0.2.0 GeneralParser"
+PEER_CODE = """
+import importlib.util, json, sys, time, types, warnings
+warnings.simplefilter("ignore")
+root, model, path, longest, part, parts = *sys.argv[1:4], *map(int, sys.argv[4:])
+for name in ("specforge", "specforge.data"):  # its package as such wants CUDA engines
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [root + "/" + name.replace(".", "/")]
+from specforge.data.parse import GeneralParser
+from specforge.data.template import TEMPLATE_REGISTRY
+from transformers import AutoTokenizer
+parser = GeneralParser(AutoTokenizer.from_pretrained(model), TEMPLATE_REGISTRY.get("qwen"))
+lines = [x for i, x in enumerate(open(path, encoding="utf-8")) if i % parts == part]
+begin = time.perf_counter()
+tokens = 0
+for line in lines:
+    ids, mask = parser.parse(json.loads(line)["conversations"], longest)
+    tokens += len(ids)
+print(json.dumps([tokens, time.perf_counter() - begin]))
+"""
+
+
+def bare_threads(tokenizer: str, texts: list[str], threads: int) -> float:
+    """Seconds of encode_batch in one process."""
+    code = (
+        "import json,sys,time; from tokenizers import Tokenizer; t=Tokenizer.from_file(sys.argv[1]);"
+        "x=json.load(open(sys.argv[2])); t.encode_batch(x[:64]); b=time.perf_counter();"
+        "[t.encode_batch(x[i:i+512], add_special_tokens=False) for i in range(0,len(x),512)];"
+        "print(time.perf_counter()-b)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{folder}/tokenizer.json", f"{folder}/texts.json"]
+        for name, content in zip(names, (tokenizer, json.dumps(texts)), strict=True):
+            Path(name).write_text(content, encoding="utf-8")
+        env = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
+        done = subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def _encode(tokenizer: str, texts: list[str], barrier, out) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    encoder = Tokenizer.from_str(tokenizer)
+    encoder.encode_batch(texts[:64])
+    barrier.wait()
+    begin = time.perf_counter()
+    for i in range(0, len(texts), 512):
+        encoder.encode_batch(texts[i : i + 512], add_special_tokens=False)
+    out.put((begin, time.perf_counter()))
+
+
+def bare_processes(tokenizer: str, texts: list[str], processes: int) -> float:
+    """Seconds of encode_batch in single-threaded processes, each with its share of the texts."""
+    context = multiprocessing.get_context("spawn")
+    barrier, out = context.Barrier(processes), context.Queue()
+    started = [
+        context.Process(target=_encode, args=(tokenizer, texts[i::processes], barrier, out)) for i in range(processes)
+    ]
+    for process in started:
+        process.start()
+    times = [out.get() for _ in started]
+    for process in started:
+        process.join()
+    return max(end for _, end in times) - min(begin for begin, _ in times)
+
+
+def peer_speed(root: Path, model: str, path: Path, longest: int, processes: int) -> float:
+    """Tokens a second, all processes together."""
+    command = [sys.executable, "-c", PEER_CODE, str(root), model, str(path), str(longest)]
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([*command, str(i), str(processes)], env=env, stdout=subprocess.PIPE, text=True)
+        for i in range(processes)
+    ]
+    done = [json.loads(process.communicate()[0]) for process in running]
+    return sum(tokens for tokens, _ in done) / max(seconds for _, seconds in done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--conversations", type=Path, required=True, help="JSON lines in ShareGPT's shape")
+    parser.add_argument("--peer", type=Path, help="folder with specforge in it")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--peer-share", type=int, default=20, help="the peer gets every n-th conversation")
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="tokenize-speed-"))
+    text = (
+        f"{{name: speed, target: {{model: {args.model}}}, train: {{row_tokens: 3072, steps: 1}}, tokenize: "
+        f"{{conversations: {args.conversations}, long_prompt: drop, max_bad_lines: 1000000, workers: {args.processes}}}}}"
+    )
+    config = parse_config(text, "benchmark", [f"data_dir={work}/0"])
+    recipe = recipe_of(config, load_tokenizer(config.target))
+    texts: list[str] = []
+    worker = Worker(recipe)
+    encode = worker.tokenizer.encode_batch
+
+    class Listening:
+        """The worker's tokenizer, noting down the texts that it is given."""
+
+        def encode_batch(self, some: list[str], **kwargs: bool):
+            texts.extend(some)
+            return encode(some, **kwargs)
+
+        def encode(self, *args, **kwargs):
+            return worker_encode(*args, **kwargs)
+
+    worker_encode = worker.tokenizer.encode
+    worker.tokenizer = Listening()  # type: ignore[assignment]
+    for chunk in read_chunks(args.conversations, "conversations"):
+        worker.chunk(chunk)
+    tokens = sum(
+        len(e) for i in range(0, len(texts), 512) for e in encode(texts[i : i + 512], add_special_tokens=False)
+    )
+    print(f"{len(texts)} texts, {tokens} tokens", flush=True)
+    few = work / "few.jsonl"
+    usable = (x for x in args.conversations.open(encoding="utf-8") if json.loads(x).get("conversations"))
+    chosen = (x for i, x in enumerate(usable) if i % args.peer_share == 0)
+    first = ("human", "user", "system")
+    few.write_text("".join(x for x in chosen if json.loads(x)["conversations"][0]["from"] in first), encoding="utf-8")
+    ours, threads, processes, peer = [], [], [], []
+    for repeat in range(args.repeats):
+        begin = time.perf_counter()
+        tokenize(config.model_copy(update={"data_dir": work / str(repeat)}))
+        ours.append(tokens / (time.perf_counter() - begin))
+        threads.append(tokens / bare_threads(recipe.tokenizer, texts, args.processes))
+        processes.append(tokens / bare_processes(recipe.tokenizer, texts, args.processes))
+        if args.peer:
+            peer.append(peer_speed(args.peer, args.model, few, 3072, args.processes))
+        print([round(x[-1]) for x in (ours, threads, processes, peer) if x], flush=True)
+    median = {
+        name: statistics.median(x) for name, x in (("ours", ours), ("threads", threads), ("processes", processes))
+    }
+    values = {
+        "tokens_per_s": round(median["ours"]),
+        "share_of_bare_tokenizer": round(median["ours"] / max(median["threads"], median["processes"]), 3),
+        "vs_peer": round(median["ours"] / statistics.median(peer), 1) if peer else None,
+        "peer": PEER if peer else None,
+        "share_of_encode_batch_threads": round(median["ours"] / median["threads"], 3),
+        "share_of_encode_batch_processes": round(median["ours"] / median["processes"], 3),
+        "bare_tokens_per_s": {"threads": round(median["threads"]), "processes": round(median["processes"])},
+        "peer_tokens_per_s": round(statistics.median(peer)) if peer else None,
+        "each": {k: [round(x) for x in v] for k, v in (("ours", ours), ("threads", threads),
+                                                       ("processes", processes), ("peer", peer))},
+        "processes": args.processes,
+        "conversations": len(texts),
+        "tokens": tokens,
+        "text": args.conversations.name,
+    }  # fmt: skip
+    print(write_result("tokenize_speed", values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The processes that tokenize.  This module is all they import: neither torch nor transformers, which would cost each
+of them seconds and half a gigabyte."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any
+
+from draftsmith.data.documents import Made, Recipe, Worker
+from draftsmith.data.messages import Chunk
+from draftsmith.errors import InputError
+
+SMALL_FILE = 4 << 20
+"""Bytes below which starting processes costs more than it saves."""
+
+
+class ChunkMaker:
+    """`with ChunkMaker(recipe, workers) as make: for made in make(chunks)`: in order, a few chunks ahead at most."""
+
+    def __init__(self, recipe: Recipe, workers: int) -> None:
+        self.recipe, self.workers = recipe, workers
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Callable[[Iterable[Chunk]], Iterator[Made]]:
+        if self.workers == 0:
+            return lambda chunks: map(Worker(self.recipe).chunk, chunks)
+        self.pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _start, (self.recipe,))
+        return self._in_order
+
+    def _in_order(self, chunks: Iterable[Chunk]) -> Iterator[Made]:
+        assert self.pool is not None
+        ahead: deque[Future[Made]] = deque()
+        try:
+            for chunk in chunks:
+                ahead.append(self.pool.submit(_work, chunk))
+                if len(ahead) > 2 * self.workers:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        except BrokenProcessPool as error:
+            raise InputError(
+                "a tokenizing process was killed (out of memory?): run the same command again, with fewer "
+                "tokenize.workers; finished shards are kept"
+            ) from error
+
+    def __exit__(self, *_: Any) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+
+_worker: Worker | None = None
+
+
+def _start(recipe: Recipe) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process is one of as many as there are CPUs
+    _worker = Worker(recipe)
+
+
+def _work(chunk: Chunk) -> Made:
+    assert _worker is not None
+    return _worker.chunk(chunk)
+
+
+def worker_count(wanted: int | None, size: int) -> int:
+    """0: in this process."""
+    if wanted is not None:
+        return wanted
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if size < SMALL_FILE or cpus == 1 else cpus

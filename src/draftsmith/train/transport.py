@@ -1,0 +1,204 @@
+"""Features from targets to drafters, row by row, in the order that schedule.py fixes.
+
+A target runs ahead by at most `run_ahead` rows: beyond that it waits until a drafter has taken one (bounded memory,
+back-pressure).  A drafter asks for its next rows before it needs them, so that transfers run beside its compute.
+Every message is [T, K*H] of the feature dtype; its shape never changes.  Rows without an anchor are not sent: both
+sides know them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from draftsmith.records import PackedRow
+from draftsmith.train.dist import World
+from draftsmith.train.schedule import drafter_of, target_of
+
+TAGS = 2**30
+"""Tags of training rows are below, those of held-out rows from here on."""
+LOOK = 0.2
+"""Seconds between two looks at whether the drafters have stopped."""
+
+
+class PeerTimeout(RuntimeError):
+    """A peer did not take or give a row in time; the message names its role and rank."""
+
+
+class Stopped(Exception):
+    """The drafters have stopped before the last row."""
+
+
+@dataclass
+class Times:
+    """What one process did with its time: seconds of compute, of waiting for a peer, and rows done, since `reset`."""
+
+    compute: float = 0.0
+    wait: float = 0.0
+    rows: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "seconds": time.monotonic() - self.since,
+            "compute": self.compute,
+            "wait": self.wait,
+            "rows": self.rows,
+        }
+
+    def reset(self) -> None:
+        self.compute, self.wait, self.rows, self.since = 0.0, 0.0, 0, time.monotonic()
+
+
+def wait_for(work: Any, seconds: float, who: str, stopped: Callable[[], bool] | None = None) -> None:
+    """Wait for a transfer.  Raises PeerTimeout naming `who`; Stopped when `stopped()` says so meanwhile."""
+    begin = looked = time.monotonic()
+    pause = 1e-5
+    while not work.is_completed():
+        now = time.monotonic()
+        if now - begin > seconds:
+            raise PeerTimeout(f"{who}: no answer for {seconds:g} s")
+        if stopped is not None and now - looked > LOOK:
+            looked = now
+            if stopped():
+                raise Stopped
+        time.sleep(pause)
+        pause = min(pause * 2, 2e-3)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if stopped is not None and stopped():
+            raise Stopped from error
+        raise RuntimeError(f"{who}: lost ({str(error).splitlines()[0][:160]})") from error
+
+
+class SendRows:
+    """A target's side."""
+
+    def __init__(self, world: World, run_ahead: int) -> None:
+        self.world, self.run_ahead = world, run_ahead
+        self.flying: deque[tuple[Any, Tensor, int]] = deque()
+        self.times = Times()
+
+    def send(self, g: int, features_TK: Tensor) -> None:
+        """Hand over row g; waits while `run_ahead` rows are under way."""
+        self.drain(self.run_ahead - 1)
+        rank = drafter_of(g, self.world.drafters)
+        buffer = features_TK.contiguous()
+        self.flying.append((_start(dist.isend, buffer, rank, g % TAGS), buffer, g))
+        self.times.rows += 1
+
+    def drain(self, keep: int) -> None:
+        begin = time.monotonic()
+        while len(self.flying) > keep:
+            work, _, g = self.flying.popleft()
+            who = f"{self.world.name(drafter_of(g, self.world.drafters))} takes row {g}"
+            wait_for(work, self.world.timeout, who, lambda: self.world.said("stopped"))
+        self.times.wait += time.monotonic() - begin
+
+
+class ReceiveRows:
+    """A drafter's side: a FeatureSource whose rows are asked for in the order of the schedule.
+
+    rows: this drafter's rows with anchors, ascending.  shape: [T, K*H].  ahead: rows asked for beforehand.
+    """
+
+    def __init__(
+        self, world: World, rows: Iterator[int], shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+        ahead: int,
+    ) -> None:  # fmt: skip
+        self.world, self.rows, self.shape, self.dtype, self.device = world, rows, shape, dtype, device
+        self.flying: deque[tuple[Any, Tensor, int]] = deque()
+        self.waited = 0.0
+        for _ in range(ahead):
+            self._ask()
+
+    def _ask(self) -> None:
+        g = next(self.rows, None)
+        if g is None:
+            return
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        rank = self.world.drafters + target_of(g, self.world.targets)
+        self.flying.append((_start(dist.irecv, buffer, rank, g % TAGS), buffer, g))
+
+    def row(self, row: PackedRow) -> Tensor:
+        begin = time.monotonic()
+        work, buffer, g = self.flying.popleft()
+        who = f"{self.world.name(self.world.drafters + target_of(g, self.world.targets))} gives row {g}"
+        wait_for(work, self.world.timeout, who)
+        self.waited += time.monotonic() - begin
+        self._ask()
+        return buffer
+
+
+def _start(operation: Any, buffer: Tensor, rank: int, tag: int) -> Any:
+    """One non-blocking transfer.  Batched even when alone: NCCL would serialise it otherwise."""
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, buffer, rank, tag=tag)])
+    return work if buffer.is_cuda else WaitedFor(work)
+
+
+class WaitedFor:
+    """A gloo transfer with a truthful `is_completed`: gloo's own says False until somebody has waited for it."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+        self.failure: RuntimeError | None = None
+        self.thread = threading.Thread(target=self._wait, daemon=True)  # may outlive a peer that never answers
+        self.thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.failure = error
+
+    def is_completed(self) -> bool:
+        return not self.thread.is_alive()
+
+    def wait(self) -> None:
+        self.thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+def send_heldout(features: Sequence[Tensor]) -> None:
+    """Target 0 to drafter 0, before the first row."""
+    for i, one in enumerate(features):
+        _start(dist.isend, one.contiguous(), 0, TAGS + i).wait()
+
+
+def receive_heldout(
+    world: World, count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    out = []
+    for i in range(count):
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        work = _start(dist.irecv, buffer, world.drafters, TAGS + i)
+        wait_for(work, world.timeout, f"{world.name(world.drafters)} gives held-out row {i}")
+        out.append(buffer.cpu())
+    return out
+
+
+def serve_rows(
+    sender: SendRows, rows: Iterator[tuple[int, PackedRow]], features: Callable[[PackedRow], Tensor]
+) -> None:
+    """Compute rows in order and hand them over; end when all are taken, or the drafters stop."""
+    world, times = sender.world, sender.times
+    try:
+        for g, row in rows:
+            begin = time.monotonic()
+            made = features(row)
+            times.compute += time.monotonic() - begin
+            sender.send(g, made)
+            world.publish(f"times/{world.rank}", times.summary())
+        sender.drain(0)
+    except Stopped:
+        pass
