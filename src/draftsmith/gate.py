@@ -31,7 +31,7 @@ from draftsmith.export import export_folder, load_drafter
 from draftsmith.progress import Progress
 from draftsmith.records import PackedRow
 from draftsmith.rundir import newest
-from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target
+from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target, model_folder
 from draftsmith.train.checkpoint import newest_checkpoint
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.step import Frozen, RowStep
@@ -115,7 +115,8 @@ def parity(
     """Compare the drafter of `evaluate.drafter` (default: the newest checkpoint) with the official package.
 
     Both sides load the same exported folder in float32.  Returns logits_rel_err, hidden_rel_err, features_rel_err
-    (norm of the difference over norm), tokens_equal, accepted_equal; passed if the errors of the drafter are < 1e-5.
+    (norm of the difference over norm), tokens_equal, accepted_equal; passed if all are equal and the drafter's errors
+    < 1e-5.
     """
     if not official_python.is_file():
         raise InputError(f"gate parity needs the official package's python, {official_python} is missing: make peers")
@@ -132,7 +133,7 @@ def parity(
         features = FeatureExtractor(target, drafter.spec.feature_layers, torch.float32).row(row)
         hidden, logits = packed_outputs(drafter, target, row, features)
         theirs = run_official(
-            official_python, Path(work), target=config.target.model, drafter=folder, prompts=ids, row=row,
+            official_python, Path(work), target=model_folder(config.target), drafter=folder, prompts=ids, row=row,
             features=features, max_new_tokens=max_new_tokens, eos=target.eos_token_ids,
         )  # fmt: skip
     result = {
@@ -143,10 +144,12 @@ def parity(
         "accepted_equal": [list(a.rounds) for a in mine] == theirs["accepted"],
         "prompts": len(ids),
         "rounds": sum(len(a.rounds) for a in mine),
+        "accepted_drafts": sum(sum(a.accepted) for a in mine),
         "anchors": row.anchor_count,
         "versions": theirs["versions"],
     }
-    close = result["logits_rel_err"] < 1e-5 and result["hidden_rel_err"] < 1e-5
+    # features come from two versions of transformers: a layer off by one differs by far more than their rounding
+    close = result["logits_rel_err"] < 1e-5 and result["hidden_rel_err"] < 1e-5 and result["features_rel_err"] < 1e-4
     return {**result, "passed": close and result["tokens_equal"] and result["accepted_equal"]}
 
 
@@ -167,13 +170,13 @@ def packed_outputs(drafter: DFlashDrafter, target: Target, row: PackedRow, featu
 
 
 def run_official(
-    python: Path, work: Path, *, target: str, drafter: Path, prompts: Sequence[Tensor], row: PackedRow,
+    python: Path, work: Path, *, target: Path, drafter: Path, prompts: Sequence[Tensor], row: PackedRow,
     features: Tensor, max_new_tokens: int, eos: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """Run official.py under the other environment's python; exchange JSON and safetensors in `work`."""
     save_file({"features": features.contiguous(), "tokens": torch.from_numpy(row.tokens)}, work / "in.safetensors")
     job = {
-        "target": str(Path(target).resolve()),
+        "target": str(target.resolve()),
         "drafter": str(drafter.resolve()),
         "prompts": [p.tolist() for p in prompts],
         "anchors": row.anchors[: row.anchor_count].tolist(),

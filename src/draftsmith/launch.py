@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.config import PlacementConfig
+from draftsmith.errors import TOO_SLOW
 
 GRACE = 30.0
 """Seconds between asking a process to stop and killing it."""
@@ -34,7 +35,7 @@ def launch(arguments: Sequence[str], placement: PlacementConfig, gpus: int) -> i
     for attempt in range(placement.max_restarts + 1):
         again = [] if attempt == 0 else ["--resume", "auto", "--new-attempt"]
         code = _once([*_without_resume(arguments, bool(again)), *again], placement, gpus, stop)
-        if code in (0, BAD_INPUT) or stop.received:
+        if code in (0, BAD_INPUT, TOO_SLOW) or stop.received:
             break
         if attempt < placement.max_restarts:
             print(f"starting again from the last checkpoint ({attempt + 1} of {placement.max_restarts})", flush=True)
@@ -103,8 +104,8 @@ def _report(
     time.sleep(1.0)  # the others notice within moments: whoever said 2 (bad input) or died by a signal goes first
     ended: Sequence[tuple[int, int | None]] = [(r, c.returncode) for r, c in enumerate(children) if c.poll()] or lost
     rank, code = min(((r, int(c or 1)) for r, c in ended), key=lambda e: _explains(e[1]))
-    if code == BAD_INPUT:
-        return BAD_INPUT  # it has said why, in one line
+    if code in (BAD_INPUT, TOO_SLOW):
+        return code  # it has said why, in one line
     n = placement.drafters
     who = f"target {rank - n}" if rank >= n else ("process" if placement.targets == 0 else "drafter") + f" {rank}"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -115,7 +116,7 @@ def _report(
 def _explains(code: int) -> int:
     """How far down the chain of consequences an exit code stands: what was refused or killed comes before what then
     lost its peer, an error of its own before the abort of a communication thread."""
-    if code == BAD_INPUT:
+    if code in (BAD_INPUT, TOO_SLOW):
         return 0
     if code < 0 and code != -signal.SIGABRT:
         return 1

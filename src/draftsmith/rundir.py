@@ -11,6 +11,8 @@
         evaluation/           accepted lengths, JSON and text
         export/               the folder that servers load
         plots/                PNG
+        report.html           what `draftsmith report` made of all this
+        tracking/             what optional trackers wrote: wandb, tensorboard, trackio, mlflow
         compile_cache/        the compiled kernels of the run, if they were bundled
         summary.json          the last word
 
@@ -38,6 +40,8 @@ class RunDir:
         self.evaluation = path / "evaluation"
         self.export = path / "export"
         self.plots = path / "plots"
+        self.report = path / "report.html"
+        self.tracking = path / "tracking"
         self.compile_cache = path / "compile_cache"
         self.summary = path / "summary.json"
 

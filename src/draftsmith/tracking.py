@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, appended, flushed at once; and the run's log."""
+"""metrics.jsonl: one JSON object a line, appended, flushed at once; the run's log; and what feeds the sinks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from typing import Any
 
 from draftsmith.errors import InputError
 from draftsmith.rundir import RunDir
+from draftsmith.sinks import Sinks
 
 
 class Tracker:
     """Writes metrics and log lines of one attempt.  Keys of a metrics line: step, time (unix seconds), then values."""
 
-    def __init__(self, run: RunDir, *, quiet: bool = False) -> None:
-        """quiet: one of the other processes of a run: it writes and prints nothing."""
-        self.quiet = quiet
+    def __init__(self, run: RunDir, *, quiet: bool = False, sinks: Sinks | None = None) -> None:
+        """quiet: one of the other processes of a run: it writes and prints nothing.  sinks: get every record too."""
+        self.quiet, self.sinks = quiet, sinks or Sinks({})
         self.metrics = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 (open for the run's life)
         self.text = open(run.log, "a", encoding="utf-8")  # noqa: SIM115
 
     def record(self, step: int, **values: Any) -> None:
         if self.quiet:
             return
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **_finite(values)}, allow_nan=False)
+        now = time.time()
+        line = json.dumps({"step": step, "time": round(now, 3), **_finite(values)}, allow_nan=False)
         self.metrics.write(line + "\n")
         self.metrics.flush()
+        self.sinks.record(step, now, values)
 
     def say(self, message: str) -> None:
         if self.quiet:
@@ -36,6 +39,8 @@ class Tracker:
         self.text.flush()
 
     def close(self) -> None:
+        for message in self.sinks.close():
+            self.say(message)
         self.metrics.close()
         self.text.close()
 

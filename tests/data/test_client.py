@@ -290,7 +290,7 @@ def test_flags():
     assert flags(Reply("", "tool_calls", 1, tool_calls=({},))) == []
     assert flags(Reply("I cannot assist with this.", "stop", 1)) == ["refused"]
     assert flags(Reply("I cannot stress enough how good it is", "stop", 1)) == []
-    assert is_repeating("so " * 40) and is_repeating("beginning " + "0123456789" * 12)
+    assert is_repeating("so " * 40) and is_repeating("beginning " + "0123456789" * 50)
     assert not is_repeating("every word of this text is another one than the last, so it is no loop at all, is it?")
     assert split_reasoning("<think>\nwhy\n</think>\n\nso") == ("why", "so") and split_reasoning("so") == ("", "so")
 
@@ -384,11 +384,17 @@ def test_a_real_server(llama, target_folder, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(
         json.dumps({"id": "short", "prompt": "Say yes."})
         + "\n"
-        + json.dumps({
-            "id": "two", "system": "Be brief.",
-            "conversations": [{"from": "human", "value": "Name a colour."}, {"from": "gpt", "value": "X"},
-                              {"from": "human", "value": "Name another."}],
-        })  # fmt: skip
+        + json.dumps(
+            {
+                "id": "two",
+                "system": "Be brief.",
+                "conversations": [
+                    {"from": "human", "value": "Name a colour."},
+                    {"from": "gpt", "value": "X"},
+                    {"from": "human", "value": "Name another."},
+                ],
+            }
+        )
     )
     config = make_config(target_folder, tmp_path, f"generate.servers=['{llama}']", "generate.max_new_tokens=16",
                          "train.row_tokens=512")  # fmt: skip

@@ -256,3 +256,33 @@ def test_no_prompts_are_an_input_error(tmp_path, target_folder):
     with pytest.raises(InputError, match=r"generate\.prompts is not set"):
         generate(make_config(target_folder, tmp_path, "generate.prompts=null"))
     assert not config.data.exists()
+
+
+def test_multi_turn_each_answer_in_its_turn(target, tmp_path, target_folder):
+    """By the embedded engine: the second answer follows the target's own first one, not the one that was given."""
+    messages = [{"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "given"), ("user", "b?"))]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "m", "messages": messages}) + '\n{"prompt": "a?"}\n')
+    config = make_config(target_folder, tmp_path, "generate.max_new_tokens=8")
+    stops = [2, *range(4, 120)]  # a random target must end its first answer by itself
+    talkative = dataclasses.replace(target, eos_token_ids=tuple(stops))
+    generate(config, talkative)
+    found = {x["id"]: x for x in lines(config)}
+    first = found["2"]["messages"][1]["content"]
+    assert found["2"]["finish_reason"] == "stop", "or the second turn was never reached"
+    assert [m["content"] for m in found["m"]["messages"][:3]] == ["a?", first, "b?"]
+    assert len(found["m"]["messages"]) == 4 and found["m"]["generated"] == [1, 3]
+    text = target.tokenizer.apply_chat_template(
+        found["m"]["messages"][:3], tokenize=False, add_generation_prompt=True
+    )  # fmt: skip
+    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = slow_greedy(talkative, ids, 8)[0]
+    kept = [t for t in tokens if t not in stops]
+    assert found["m"]["messages"][3]["content"] == target.tokenizer.decode(kept, skip_special_tokens=True)
+
+
+def test_a_bad_line_is_said_once(config, target, capsys):
+    with open(config.generate.prompts, "a") as out:
+        out.write("{\n")
+    more = config.model_copy(update={"generate": config.generate.model_copy(update={"max_bad_lines": 1})})
+    assert generate(more, target)["prompts"] == 12
+    assert capsys.readouterr().err.count("prompts.jsonl:13: not JSON") == 1

@@ -21,6 +21,7 @@ def draftsmith(work, *args, **environment):
     return done.stdout.strip().splitlines()
 
 
+@pytest.mark.timeout(900)
 def test_small_demo_then_overfit_gate(tmp_path):
     lines = draftsmith(tmp_path, "demo", DEMO="small")
     summary = json.loads(lines[-1])
@@ -31,7 +32,7 @@ def test_small_demo_then_overfit_gate(tmp_path):
     run = tmp_path / "runs" / "demo-small" / "attempt_1"
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary["lossless"] is True
-    assert summary["accepted_length_untrained"] < 1.1 and summary["accepted_length"] >= 1.0
+    assert summary["accepted_length_untrained"] < 1.1 and summary["accepted_length"] > 1.0
     assert summary["seconds"] < 180 and summary["peak_rss_gib"] < 8
     for path in (
         "plots/loss.png",

@@ -180,6 +180,30 @@ def test_bad_input(target_folder, work, capsys):
         assert said in error and len(error.splitlines()) == 1
 
 
+def test_torchrun_starts_the_same_run(target_folder, work, curves):
+    path, config = settings(target_folder, work, "torchrun", *SPLITS["split_1_1"])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "draftsmith.cli", "train", str(path), "--resume", "auto", "--new-attempt"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(config) == curves["single"]
+
+
+def test_processes_with_other_configs_are_refused_with_the_difference(target_folder, work):
+    common = ("placement.drafters=2", "placement.timeout_seconds=60")
+    one, _ = settings(target_folder, work, "alike", *common)
+    other, _ = settings(target_folder, work, "other", *common, "train.learning_rate=0.5")
+    ranks = [
+        start(path, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29997")
+        for rank, path in enumerate((one, other))
+    ]
+    for rank in ranks:
+        out = finish(rank, 2)
+        assert "do not run the same thing" in out and "config train" in out and "0.5" in out
+
+
 def test_a_world_of_another_size_is_refused(target_folder, work):
     path, _ = settings(target_folder, work, "alone")
     out = finish(start(path, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999"), 2)

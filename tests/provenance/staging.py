@@ -196,6 +196,16 @@ def other_commit(machine: Machine) -> None:
     machine.commit("second")
 
 
+def committed_later(folder: Path) -> Pair:
+    """Trained with uncommitted edits that are committed since: the same source, so no change of it."""
+    machine = Machine(folder)
+    edit_source(machine)
+    (machine.project / "pipeline" / "extra.py").write_text("X = 1\n")
+    before = machine.capture("before")
+    machine.commit("what ran before")
+    return before, machine.capture("after")
+
+
 def partial_cache(machine: Machine) -> None:
     for path in sorted(machine.cache.glob("fxgraph/*/*"))[4:]:
         shutil.rmtree(path)

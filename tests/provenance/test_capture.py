@@ -19,9 +19,9 @@ from draftsmith.provenance.standalone import write_standalone
 from draftsmith.rundir import RunDir
 
 PROVENANCE = [
-    "artifacts", "caches", "capture", "diff", "digests", "facts", "gpu", "heartbeat", "history", "host", "manifest",
+    "artifacts", "caches", "capture", "diff", "digests", "facts", "gpu", "heartbeat", "history", "host", "machine", "manifest",
     "masking", "outcome", "packages", "patches", "recorder", "restore", "rules", "runs", "source", "standalone",
-    "torchstate", "verdict", "view",
+    "torchstate", "unchanged", "verdict", "view",
 ]  # fmt: skip
 ONLY_STDLIB = """
 import importlib, sys

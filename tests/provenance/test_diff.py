@@ -89,6 +89,18 @@ def test_a_package_that_nobody_imports_affects_nothing():
     assert unsure.changes[0].effect == "loss", "where imports are unknown it may matter"
 
 
+def test_a_commit_or_an_edit_that_no_run_imports_affects_nothing():
+    code = ["code", "draftsmith"]
+    verdict = compared([[[*code, "commit"], "e" * 40]])
+    assert verdict.line == "0 changes can affect loss, 0 can affect speed, 1 neither"
+    assert verdict.changes[0].why == "the files that a run could import are the same"
+    assert compared([[[*code, "commit"], "e" * 40], [[*code, "source"], "x"]]).changes[0].effect == "loss"
+    for path, effect in (("tests/a.py", "neither"), ("docs/x.md", "neither"), ("src/a.py", "loss")):
+        edits = [[[*code, "edited"], {path: "1"}], [[*code, "source"], effect]]
+        change = compared(edits).changes[0]
+        assert change.effect == effect and path in change.is_
+
+
 def test_a_change_in_one_process_only_and_processes_that_differ():
     edits = [[["libraries", "libnccl.so", "sha256"], "x"]]
     verdict = compared(edits, rank=3)

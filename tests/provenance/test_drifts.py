@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from staging import CASES, Case, Machine, train_here
+from staging import CASES, Case, Machine, committed_later, train_here
 
 from draftsmith.provenance.diff import diff
 
@@ -26,6 +26,12 @@ def test_identical_runs_ten_times_out_of_ten(tmp_path):
         verdict = diff(before, after)
         assert (verdict.line, verdict.code) == ("nothing changed", 0), verdict.text()
         assert not verdict.ranks and {s.split(":")[0] for s in verdict.same} >= {"code", "packages", "target", "data"}
+
+
+def test_edits_that_were_committed_since_are_the_same_source(tmp_path):
+    verdict = diff(*committed_later(tmp_path))
+    fields = [f"code.pipeline.{name}" for name in ("commit", "edits", "untracked")]
+    assert [(c.field, c.effect) for c in verdict.changes] == [(field, "neither") for field in fields], verdict.text()
 
 
 def test_a_machine_left_alone_only_lacks_what_cannot_be_known(tmp_path):

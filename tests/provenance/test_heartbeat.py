@@ -58,7 +58,12 @@ def after(run: RunDir, body: str):
 def test_running_then_finished(run):
     process = start(run, "time.sleep(60)")
     state = run_state(run)
-    assert state.how == "running" and f"step 7, pid {process.pid}" in state.detail and not state.over
+    assert (
+        state.how == "running"
+        and f"pid {process.pid} on" in state.detail
+        and "at step 7" in state.detail
+        and not state.over
+    )
     assert not (run.alive / "rank_0.exit.json").exists()
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
@@ -165,7 +170,7 @@ def test_in_another_container_silence_decides(run):
 def test_alive_but_stuck_says_since_when(run):
     sign(run, beat=time.time() - 900)
     state = run_state(run)
-    assert state.how == "running" and "no sign of life for 900 s" in state.detail
+    assert state.how == "running" and "last sign of life 900 s ago" in state.detail
 
 
 def test_a_folder_without_any_sign(run):

@@ -82,6 +82,20 @@ def test_list_tells_the_states_apart(call, folder):
     assert [s for s, _ in states.values()] == expected and states["first/attempt_1"][1] == "good"
 
 
+def test_list_says_how_far_a_running_or_dead_run_came(call, folder):
+    run = RunDir(write_run(folder, "alive", begun=9.0, how="running", moments=("start", "built")))
+    lines = [{"kind": "train", "step": 41, "loss": 2.5}, {"kind": "rate", "step": 41, "tokens_per_s": 20000.0}]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tra')
+    row = json.loads(call("list", "--json")[1])[-1]
+    assert (row["state"], row["steps"], row["loss"], row["tokens_per_s"]) == ("running", 41, 2.5, 20000.0)
+
+
+def test_a_reader_that_has_seen_enough(folder):
+    command = f"{sys.executable} -m draftsmith.cli runs show first --runs-dir {folder} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout.startswith("first/attempt_1: a train run, finished")
+
+
 def test_show_all_or_one_part(call):
     code, out, _ = call("show", "first")
     assert code == 0 and "a train run, finished" in out and "NVIDIA H200" in out and "2.11.0+cu130" in out

@@ -117,6 +117,71 @@ def test_serving_loop_is_lossless(folders, tmp_path, name):
         assert decode_speculative(target, drafter, prompt, 24, Sampler()).tokens == plain.tokens
 
 
+def test_gemma_scale_is_exact_in_every_dtype_and_without_the_weights(tmp_path):
+    """sqrt(96) is no bf16 number: what the model keeps depends on its dtype, what is exported must not."""
+    from draftsmith.target.model import load_borrowed
+
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(
+            vocab_size=VOCAB, hidden_size=96, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, sliding_window=6, pad_token_id=0, eos_token_id=2, bos_token_id=1,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    write_tokenizer(folder)
+    config = make_config(folder, tmp_path).drafter
+    scales = {
+        drafter_spec(config, load(TargetConfig(model=str(folder), dtype=dtype), "cpu")).input_embedding_scale
+        for load in (load_target, load_borrowed)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert len(scales) == 1 and abs(scales.pop() - 96**0.5) < 1e-6
+
+
+def test_granite_multipliers_reach_the_spec(tmp_path):
+    folder = tmp_path / "granite"
+    folder.mkdir()
+    hf.GraniteForCausalLM(
+        hf.GraniteConfig(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, logits_scaling=8.0, embedding_multiplier=12.0, pad_token_id=0, eos_token_id=2,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    write_tokenizer(folder)
+    spec = drafter_spec(make_config(folder, tmp_path).drafter, load_target(TargetConfig(model=str(folder)), "cpu"))
+    assert spec.output_multiplier == 1 / 8 and spec.input_embedding_scale == 12.0
+
+
+def test_a_family_whose_config_lacks_a_size_is_refused_by_name(tmp_path):
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=8, n_head=2)).save_pretrained(folder)
+    write_tokenizer(folder)
+    with pytest.raises(InputError, match="gpt2"):
+        target = load_target(TargetConfig(model=str(folder)), "cpu")
+        drafter_spec(make_config(folder, tmp_path).drafter, target)
+
+
+def test_pickled_weights_are_not_read(folders, tmp_path):
+    from safetensors.torch import load_file
+
+    from draftsmith.target.model import weights_fingerprint
+
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    for file in folders["qwen3"].iterdir():
+        if file.suffix == ".safetensors":
+            torch.save(load_file(file), folder / "pytorch_model.bin")
+        else:
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = TargetConfig(model=str(folder))
+    with pytest.raises(InputError, match="does not load"):
+        load_target(config, "cpu")
+    with pytest.raises(InputError, match=r"no \*\.safetensors"):
+        weights_fingerprint(config)
+
+
 def test_gemma_embedding_scale_and_softcapping_reach_the_spec(folders, tmp_path):
     target = load(folders, "gemma2", "per_document")
     spec = drafter_spec(make_config(folders["gemma2"], tmp_path).drafter, target)

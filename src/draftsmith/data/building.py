@@ -263,7 +263,7 @@ def disk(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise InputError(
-            f"cannot write the store {path} ({error.strerror or error}): make room, then run the same command again; "
+            f"cannot write {path} ({error.strerror or error}): make room, then run the same command again; "
             f"what is finished is kept"
         ) from error
 
@@ -278,7 +278,8 @@ def writing(path: Path, what: str = "the store") -> Iterator[None]:
     make_folder(path.parent)
     file = path.with_name(f".{path.name}.lock")
     while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        with disk(path):
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -300,9 +301,10 @@ def writing(path: Path, what: str = "the store") -> Iterator[None]:
         os.close(handle)
         raise
     try:
-        os.ftruncate(handle, 0)
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "started": _started(os.getpid())}
-        os.pwrite(handle, json.dumps(me).encode(), 0)
+        with disk(path):
+            os.ftruncate(handle, 0)
+            me = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "started": _started(os.getpid())}
+            os.pwrite(handle, json.dumps(me).encode(), 0)
         yield
     finally:
         file.unlink(missing_ok=True)

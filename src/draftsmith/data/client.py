@@ -12,7 +12,7 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,12 +124,13 @@ def _headers(settings: GenerateConfig) -> dict[str, str]:
     return {"Authorization": f"Bearer {lines[0]}"} if lines else {}
 
 
-def answer_all(settings: GenerateConfig, model: str, prompts: Sequence[Prompt], out: AnswerFile) -> None:
-    """Answer every prompt, appending each conversation to `out` when it is complete.
+def answer_all(settings: GenerateConfig, model: str, prompts: Iterator[Prompt], count: int, out: AnswerFile) -> None:
+    """Answer `count` prompts, appending each conversation to `out` when it is complete.  `prompts` is read as they are
+    asked, never ahead.
 
     Raises InputError when no server is left; what was answered is in the file.
     """
-    asyncio.run(_Crowd(settings, model, out).answer(prompts))
+    asyncio.run(_Crowd(settings, model, out).answer(prompts, count))
 
 
 class _Crowd:
@@ -140,18 +141,17 @@ class _Crowd:
         self.servers = [Server(base_url(url)) for url in settings.servers]
         self.random = random.Random()
 
-    async def answer(self, prompts: Sequence[Prompt]) -> None:
-        waiting = iter(prompts)
-        many = min(self.settings.concurrency * len(self.servers), len(prompts))
+    async def answer(self, prompts: Iterator[Prompt], count: int) -> None:
+        many = min(self.settings.concurrency * len(self.servers), count)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=many)
         timeout = httpx.Timeout(self.settings.request_timeout, connect=min(10.0, self.settings.request_timeout))
         headers = _headers(self.settings)
-        with Progress("generating", len(prompts), "answers") as progress:
+        with Progress("generating", count, "answers") as progress:
             async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=headers, trust_env=False) as client:
                 try:
                     async with asyncio.TaskGroup() as group:
                         for _ in range(many):
-                            group.create_task(self._hold(client, waiting, progress))
+                            group.create_task(self._hold(client, prompts, progress))
                 except* InputError as errors:
                     raise errors.exceptions[0] from None
         for server in self.servers:
@@ -195,7 +195,9 @@ class _Crowd:
             except (httpx.TransportError, TimeoutError) as error:
                 why = f"{type(error).__name__} {error}".strip()
                 rest = 0.0 if isinstance(error, (TimeoutError, httpx.ReadTimeout)) else pause
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+            except InputError:
+                raise
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 why, rest = f"an answer that is none: {error!r}", 0.0
             finally:
                 server.flying -= 1

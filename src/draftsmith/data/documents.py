@@ -329,10 +329,15 @@ def spans_to_tokens(
 def end_at_stop(tokens: np.ndarray, start: int, end: int, eos: Sequence[int], *, keep_stop: bool) -> tuple[int, int]:
     """Cut a span behind its first stop token (what the template adds after it is never generated), or before it when
     the answer was cut by the length limit and the target did not write that token itself."""
-    stops = np.flatnonzero(np.isin(tokens[start:end], list(eos)))
-    if len(stops) == 0:
+    answer = tokens[start:end]
+    for stop in eos:  # seldom more than two; each looks at what is left
+        found = answer == stop
+        first = int(found.argmax()) if len(found) else 0
+        if len(found) and found[first]:
+            answer = answer[:first]
+    if len(answer) == end - start:
         return start, end
-    return start, start + int(stops[0]) + (1 if keep_stop else 0)
+    return start, start + len(answer) + (1 if keep_stop else 0)
 
 
 def cut_windows(document: Document, size: int) -> Iterator[Document]:

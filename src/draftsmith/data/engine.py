@@ -16,16 +16,20 @@ from draftsmith.records import Prompt
 from draftsmith.target.model import Target
 
 
-def prompt_ids(tokenizer: Any, prompt: Prompt, messages: Sequence[dict[str, Any]], config: Config) -> list[int]:
+def prompt_text(tokenizer: Any, prompt: Prompt, messages: Sequence[dict[str, Any]], config: Config) -> str:
     """What the target is given before its next answer."""
     try:
-        text = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             list(messages), tools=list(prompt.tools) or None, tokenize=False, add_generation_prompt=True,
             **config.generate.chat_template_kwargs,
         )  # fmt: skip
     except TemplateError as error:
         raise InputError(f"{config.generate.prompts}: the chat template refuses {prompt.id!r}: {error}") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt, messages: Sequence[dict[str, Any]], config: Config) -> list[int]:
+    """The same as token ids."""
+    return tokenizer(prompt_text(tokenizer, prompt, messages, config), add_special_tokens=False)["input_ids"]
 
 
 def answer_all(config: Config, target: Target, prompts: Sequence[Prompt], out: AnswerFile, stream: int) -> None:

@@ -7,20 +7,18 @@ as they are complete: after a kill, the same command goes on with what is missin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config import Config
 from draftsmith.data.answers import AnswerFile, Talk, begin, resume
 from draftsmith.data.building import writing
-from draftsmith.data.messages import prompt_digest, read_prompts
+from draftsmith.data.messages import iter_prompts, prompt_digest
 from draftsmith.errors import InputError
 from draftsmith.records import Prompt
 
 if TYPE_CHECKING:
     from draftsmith.target.model import Target
-
-__all__ = ["generate", "read_prompts"]
 
 
 def generate(config: Config, target: Target | None = None) -> dict[str, int]:
@@ -31,51 +29,69 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
     settings, path = config.generate, config.conversations
     if settings.prompts is None:
         raise InputError("generate.prompts is not set: a file with `prompt` or `messages` on each line")
-    prompts = read_prompts(
-        settings.prompts, settings.limit, multi_turn=settings.multi_turn, max_bad_lines=settings.max_bad_lines
-    )
     asked = client.identify(settings) if settings.servers else None
     recorded = _recorded(config, asked)
     done = resume(path, recorded)
-    for prompt in prompts:
-        if done.get(prompt.id) not in (None, prompt_digest(prompt)):
-            raise InputError(
-                f"{settings.prompts}: the prompt {prompt.id!r} is not the one answered in {path} under this id: "
-                f"give it another id, or set data_dir to a new folder"
-            )
-    todo = [p for p in prompts if p.id not in done]
-    counts: Counter[str] = Counter(prompts=len(prompts), answered_before=len(prompts) - len(todo))
-    if not todo:
-        return dict(counts)
-    if asked is None:
+    counts: Counter[str] = Counter()
+    if asked is None and any(p.id not in done for p in _prompts(config, quiet=True)):
         from draftsmith.target.model import load_target
 
         target = target or load_target(config.target, config.device)
-    todo = _that_fit(config, target, todo, counts)
+    lengths = _survey(config, target, done, counts)
+    if not lengths:
+        return dict(counts)
+    todo = (p for p in _prompts(config, quiet=True) if p.id in lengths)
     with writing(path, "answers in"):
         begin(path, recorded)
         with AnswerFile(path) as out:
             if asked is not None:
-                client.answer_all(settings, asked["model"], todo, out)
+                client.answer_all(settings, asked["model"], todo, len(lengths), out)
             else:
                 from draftsmith.data import engine
 
                 assert target is not None
-                engine.answer_all(config, target, todo, out, stream=len(done))
+                # the shortest first, so that a batch is little padded
+                by_length = sorted(todo, key=lambda p: lengths[p.id])
+                engine.answer_all(config, target, by_length, out, stream=len(done))
     return {**counts, **{k: v for k, v in out.counts.items() if v}}
 
 
-def _that_fit(config: Config, target: Target | None, prompts: Sequence[Prompt], counts: Counter[str]) -> list[Prompt]:
-    """Those with room for an answer, the shortest first, so that a batch is little padded."""
-    from draftsmith.data.engine import prompt_ids
+def _prompts(config: Config, *, quiet: bool = False) -> Iterator[Prompt]:
+    settings = config.generate
+    assert settings.prompts is not None
+    return iter_prompts(
+        settings.prompts, settings.limit, multi_turn=settings.multi_turn, max_bad_lines=settings.max_bad_lines,
+        quiet=quiet,
+    )  # fmt: skip
+
+
+def _survey(config: Config, target: Target | None, done: dict[str, str], counts: Counter[str]) -> dict[str, int]:
+    """Read all prompts once, holding none.  Tokens of each that is still to be answered, by id; without the target
+    (then nothing is sorted by it) the length in bytes stands for tokens where even that fits.
+
+    Raises InputError for a prompt that was answered in other words, or leaves no room for an answer.
+    """
+    from draftsmith.data.engine import prompt_ids, prompt_text
     from draftsmith.target.model import load_tokenizer
 
-    tokenizer = target.tokenizer if target is not None else load_tokenizer(config.target)
-    room, fit = config.max_document, []
-    for prompt in prompts:
-        length = len(prompt_ids(tokenizer, prompt, Talk(prompt, "keep").messages, config))
+    tokenizer, room, lengths = target.tokenizer if target else None, config.max_document, {}
+    for prompt in _prompts(config):
+        counts["prompts"] += 1
+        if done.get(prompt.id) not in (None, prompt_digest(prompt)):
+            raise InputError(
+                f"{config.generate.prompts}: the prompt {prompt.id!r} is not the one answered in "
+                f"{config.conversations} under this id: give it another id, or set data_dir to a new folder"
+            )
+        counts["answered_before"] += prompt.id in done
+        if prompt.id in done:
+            continue
+        tokenizer = tokenizer or load_tokenizer(config.target)
+        messages = Talk(prompt, "keep").messages
+        length = len(prompt_text(tokenizer, prompt, messages, config).encode()) if target is None else room
+        if length >= room:
+            length = len(prompt_ids(tokenizer, prompt, messages, config))
         if length < room or config.tokenize.long_documents == "windows":
-            fit.append((length, prompt))
+            lengths[prompt.id] = length
         elif config.tokenize.long_prompt == "error":
             raise InputError(
                 f"{config.generate.prompts}: the prompt {prompt.id!r} has {length} tokens, a row holds {room} "
@@ -83,7 +99,7 @@ def _that_fit(config: Config, target: Target | None, prompts: Sequence[Prompt], 
             )
         else:
             counts["prompt_too_long"] += 1
-    return [prompt for _, prompt in sorted(fit, key=lambda pair: pair[0])]
+    return lengths
 
 
 def _recorded(config: Config, asked: dict[str, Any] | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ and raises past a limit, so that a broken file is an error and a broken line nee
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,15 +48,16 @@ class BadLine(ValueError):
 class Leniency:
     """Counts bad lines.  Raises InputError at the first one past `limit`, naming it and the key that would allow it."""
 
-    def __init__(self, limit: int, key: str, count: int = 0) -> None:
-        self.limit, self.key, self.count = limit, key, count
+    def __init__(self, limit: int, key: str, count: int = 0, *, quiet: bool = False) -> None:
+        self.limit, self.key, self.count, self.quiet = limit, key, count, quiet
 
     def bad(self, what: str) -> None:
         self.count += 1
         if self.count > self.limit:
             many = f" ({self.count} bad lines, {self.key} is {self.limit})" if self.limit else ""
             raise InputError(f"{what}{many}; {self.key} lets so many be skipped and counted")
-        print(f"skipped: {what}", file=sys.stderr)
+        if not self.quiet:
+            print(f"skipped: {what}", file=sys.stderr)
 
 
 def read_chunks(path: Path, what: str, start: int = 0, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
@@ -141,8 +143,8 @@ def _json_entries(path: Path) -> Iterator[Any]:
 
 def parse_lines(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | BadLine]]:
     """(line number, object or what is wrong) of each line that is not blank."""
-    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
-        if not line or line.isspace():
+    for number, line in enumerate(io.BytesIO(chunk.data), chunk.first_line):
+        if line.isspace():
             continue
         try:
             value = json.loads(line.decode("utf-8"))
@@ -305,10 +307,17 @@ def _own_turns(messages: Sequence[dict[str, Any]]) -> list[int]:
 def read_prompts(
     path: Path, limit: int | None = None, *, multi_turn: str = "regenerate", max_bad_lines: int = 0
 ) -> list[Prompt]:
-    """Prompts in any shape.  Raises InputError naming file and line of what cannot be read, past `max_bad_lines`."""
-    prompts: list[Prompt] = []
+    """All of a file, for files that fit into memory; as `iter_prompts`."""
+    return list(iter_prompts(path, limit, multi_turn=multi_turn, max_bad_lines=max_bad_lines))
+
+
+def iter_prompts(
+    path: Path, limit: int | None = None, *, multi_turn: str = "regenerate", max_bad_lines: int = 0, quiet: bool = False
+) -> Iterator[Prompt]:
+    """Prompts in any shape.  Raises InputError naming file and line of what cannot be read, past `max_bad_lines`, and
+    for a file without prompts.  quiet: it was read before, and what was skipped was said then."""
     seen: set[str] = set()
-    leniency = Leniency(max_bad_lines, "generate.max_bad_lines")
+    leniency = Leniency(max_bad_lines, "generate.max_bad_lines", quiet=quiet)
     for chunk in read_chunks(path, "prompts (generate.prompts)"):
         for number, value in parse_lines(chunk):
             try:
@@ -322,12 +331,11 @@ def read_prompts(
                 leniency.bad(said if said.startswith(chunk.file) else f"{path}:{number}: {said}")
                 continue
             seen.add(prompt.id)
-            prompts.append(prompt)
-            if len(prompts) == limit:
-                return prompts
-    if not prompts:
+            yield prompt
+            if len(seen) == limit:
+                return
+    if not seen:
         raise InputError(f"{path} holds no prompts")
-    return prompts
 
 
 def _checked(prompt: Prompt) -> Prompt:

@@ -108,12 +108,19 @@ class ChatTemplate:
         """The text.  A template that refuses raises jinja2's TemplateError.  now: a fixed date, for fingerprints."""
         source = self.tool_source if tools else self.source
         if source not in self.compiled:
-            self.compiled[source] = environment().from_string(source)
-        fixed = {} if now is None else {"strftime_now": lambda form: now}
-        return self.compiled[source].render(
-            messages=list(messages), tools=list(tools) or None, documents=None,
-            add_generation_prompt=generation_prompt, **self.variables, **fixed,
+            made = environment().from_string(source)
+            self.compiled[source] = made, dict(made.globals)
+        template, names = self.compiled[source]
+        # as template.render does, which would copy a chain of dictionaries for every conversation
+        context = template.new_context(
+            {
+                **names, "messages": list(messages), "tools": list(tools) or None, "documents": None,
+                "add_generation_prompt": generation_prompt, **self.variables,
+                **({} if now is None else {"strftime_now": lambda form: now}),
+            },
+            shared=True,
         )  # fmt: skip
+        return "".join(template.root_render_func(context))
 
     def spans(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """The whole conversation.  Raises RewritesHistory, or jinja2's TemplateError if the template refuses it."""
@@ -181,7 +188,7 @@ class ChatTemplate:
     def is_plain(self, message: Message) -> bool:
         """Role and a content, in which the template looks for nothing."""
         if self.tested is None:
-            plain, with_tools = tested_strings(self.source), tested_strings(self.tool_source)
+            plain, with_tools = strings_looked_for(self.source), strings_looked_for(self.tool_source)
             self.tested = plain[0] | with_tools[0], plain[1] | with_tools[1]
         content = message["content"]
         parts, wholes = self.tested
@@ -203,7 +210,7 @@ def _filled(skeleton: Skeleton, contents: Sequence[str]) -> Iterator[Span]:
             yield begin, at + skeleton.closes[i]
 
 
-def tested_strings(source: str) -> tuple[frozenset[str], frozenset[str]]:
+def strings_looked_for(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """(strings that the template may look for inside a content, strings it compares a whole value with).
 
     Found in the template's syntax tree: `'x' in ..`, `startswith('x')` and the like; and strings given a name, which

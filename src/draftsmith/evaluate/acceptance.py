@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ from draftsmith.data.store import Document, Store
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
-from draftsmith.export import load_drafter
+from draftsmith.export import load_drafter, newest_or
 from draftsmith.files import write_text
 from draftsmith.progress import Progress
 from draftsmith.records import Answer
-from draftsmith.rundir import RunDir, newest
+from draftsmith.rundir import RunDir
 from draftsmith.target.model import Target, drafter_spec, load_target
-from draftsmith.train.checkpoint import newest_checkpoint
+from draftsmith.train.checkpoint import default_checkpoint, newest_checkpoint
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,12 @@ def measure(
 def evaluate(config: Config, target: Target | None = None, run: RunDir | None = None) -> dict[str, Any]:
     """The evaluate stage: trained drafter, optionally an untrained one, on held-out prompts; JSON and text files.
 
+    A run is needed only if `evaluate.drafter` or `evaluate.output` is not set.
     Raises RuntimeError if greedy answers differ from plain decoding in float32: then the loop is wrong.
     """
     settings = config.evaluate
-    run = run or newest(config.runs_dir, config.name)
-    path = settings.drafter or newest_checkpoint(run)
+    path, folder = drafter_and_folder(config, run)
+    assert path is not None
     store = Store(config.store)
     prompts = heldout_prompts(store, settings.prompts)
     target = target or load_target(config.target, config.device)
@@ -171,18 +173,27 @@ def evaluate(config: Config, target: Target | None = None, run: RunDir | None = 
         for label, d in drafters
     ]  # fmt: skip
     out = {"evaluated": str(path), "target": config.target.model, "results": [m.result for m in measured]}
-    run.evaluation.mkdir(exist_ok=True)
     stem = f"{path.name}-t{settings.temperature:g}" + (f"-{settings.rule}" if settings.temperature else "")
-    name = _unused(run, stem)
-    write_text(run.evaluation / f"{name}.json", json.dumps(out, indent=2))
+    name = unused(folder, stem)
+    write_text(folder / f"{name}.json", json.dumps(out, indent=2))
     text = render(measured)
-    write_text(run.evaluation / f"{name}.txt", text)
+    write_text(folder / f"{name}.txt", text)
     print(text)
-    print(f"written: {run.evaluation / name}.json and .txt")
+    print(f"written: {folder / name}.json and .txt")
     if target.dtype == torch.float32 and any(m.result["lossless"] is False for m in measured):
         differing = sorted({i for m in measured for i in m.result["differing"]})
         raise RuntimeError(f"greedy speculative decoding differs from plain decoding in float32 on {differing}")
     return out
+
+
+def drafter_and_folder(config: Config, run: RunDir | None = None, *, drafter: bool = True) -> tuple[Path | None, Path]:
+    """The drafter to measure (None if none is wanted) and the folder for results; looks for a run only if it must."""
+    path, folder = config.evaluate.drafter, config.evaluate.output
+    if drafter and path is None:
+        run, path = (run, newest_checkpoint(run)) if run else default_checkpoint(config.runs_dir, config.name)
+    if folder is None:
+        folder = (run or newest_or(config, "evaluate.output")).evaluation
+    return path if drafter else None, folder
 
 
 def render(measured: Sequence[Measured]) -> str:
@@ -223,9 +234,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _unused(run: RunDir, stem: str) -> str:
+def unused(folder: Path, stem: str) -> str:
     """`stem`, or stem-2, -3 ...: a result is never written over."""
     number = 1
-    while (run.evaluation / f"{stem}{'' if number == 1 else f'-{number}'}.json").exists():
+    while (folder / f"{stem}{'' if number == 1 else f'-{number}'}.json").exists():
         number += 1
     return stem if number == 1 else f"{stem}-{number}"

@@ -1,7 +1,8 @@
 """Accepted length of a running vLLM or SGLang server, beside this project's own serving loop on the same prompts.
 
 vLLM counts in /metrics (rounds, drafts, accepted; never cut by max_tokens or a stop token); SGLang answers per request.
-The server's version and whatever it says of its flags are recorded with the number.
+The server's version and whatever it says of its flags are recorded with the number.  Sampling is sent in full: a value
+left out would be taken from the model's generation_config.json, and change the answers.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import httpx
 from draftsmith.config import Config
 from draftsmith.data.store import Document, Store
 from draftsmith.errors import InputError
-from draftsmith.evaluate.acceptance import heldout_prompts, measure, plain_answers
+from draftsmith.evaluate.acceptance import drafter_and_folder, heldout_prompts, measure, plain_answers, unused
 from draftsmith.export import load_drafter
 from draftsmith.files import write_text
 from draftsmith.progress import Progress
-from draftsmith.rundir import newest
 from draftsmith.target.model import load_target
-from draftsmith.train.checkpoint import newest_checkpoint
 
+SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""The distribution as it is; both servers have these names."""
 COUNTERS = {
     "rounds": "vllm:spec_decode_num_drafts_total",
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
@@ -53,26 +54,30 @@ def evaluate_server(config: Config, url: str, *, reference: bool = True, timeout
     Raises InputError if the server cannot be reached, is neither vLLM nor SGLang, or refuses a request.
     """
     settings = config.evaluate
+    path, folder = drafter_and_folder(config, drafter=reference)
     prompts = heldout_prompts(Store(config.store), settings.prompts)
     with httpx.Client(base_url=url.rstrip("/"), timeout=timeout) as client:
         facts = server_facts(client)
+        if path is not None:  # a drafter that does not fit is noticed before the server is asked
+            target = load_target(config.target, config.device)
+            drafter = load_drafter(path, target)
         ask = ask_vllm if facts["kind"] == "vllm" else ask_sglang
         served = ask(client, facts, prompts, settings.max_new_tokens, settings.temperature)
     result: dict[str, Any] = {
         "server": facts,
         "temperature": settings.temperature,
+        "rule": "greedy" if settings.temperature == 0 else settings.rule,
         "prompts": len(prompts),
         "tokens": sum(map(len, served.tokens)),
         "rounds": served.rounds,
         "accepted_length_server": served.pooled,
         "acceptance_by_slot_server": served.by_slot,
     }
-    run = newest(config.runs_dir, config.name)
-    if reference:
-        path = settings.drafter or newest_checkpoint(run)
-        target = load_target(config.target, config.device)
+    if settings.temperature > 0:
+        result["rule_note"] = "the rule of accepted_length_ours; the server accepts by its own, see its flags"
+    if path is not None:
         ours = measure(
-            "ours", target, load_drafter(path, target), prompts, None, max_new_tokens=settings.max_new_tokens,
+            "ours", target, drafter, prompts, None, max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature, rule=settings.rule, seed=settings.seed,
         ).result  # fmt: skip
         result |= {"drafter": str(path), "accepted_length_ours": ours["accepted_length"]["pooled"]}
@@ -80,8 +85,8 @@ def evaluate_server(config: Config, url: str, *, reference: bool = True, timeout
             plain = plain_answers(target, prompts, settings.max_new_tokens, 0.0, settings.seed)
             equal = [list(p.tokens) == t for p, t in zip(plain, served.tokens, strict=True)]
             result |= {"answers_equal": sum(equal), "text_equal": all(equal)}
-    run.evaluation.mkdir(exist_ok=True)
-    file = run.evaluation / f"server-{facts['kind']}-t{settings.temperature:g}.json"
+    stem = f"server-{facts['kind']}-t{settings.temperature:g}" + (f"-{settings.rule}" if settings.temperature else "")
+    file = folder / f"{unused(folder, stem)}.json"
     write_text(file, json.dumps({**result, "answers": served.tokens}, indent=2))
     print(json.dumps(result, indent=2))
     print(f"written: {file}")
@@ -91,7 +96,9 @@ def evaluate_server(config: Config, url: str, *, reference: bool = True, timeout
 def server_facts(client: httpx.Client) -> dict[str, Any]:
     """Kind, version, models and flags, as far as the server tells."""
     models = _json(client, "GET", "/v1/models")
-    facts: dict[str, Any] = {"url": str(client.base_url), "models": models.get("data", [])}
+    if not models.get("data"):
+        raise InputError(f"--server {client.base_url}: /v1/models names no model")
+    facts: dict[str, Any] = {"url": str(client.base_url), "models": models["data"]}
     for path in ("/server_info", "/get_server_info"):
         info = _optional(client, path)
         if info is not None and ("sglang" in json.dumps(info).lower() or "speculative_algorithm" in info):
@@ -115,9 +122,10 @@ def ask_vllm(
                 "prompt": document.prompt().tolist(),
                 "max_tokens": max_new_tokens,
                 "temperature": temperature,
+                **SAMPLING,
                 "return_token_ids": True,
             }
-            choice = _json(client, "POST", "/v1/completions", body)["choices"][0]
+            choice = (_json(client, "POST", "/v1/completions", body).get("choices") or [{}])[0]
             if choice.get("token_ids") is None:
                 raise InputError(f"--server {client.base_url}: it gives no token_ids; vLLM 0.10 or newer is needed")
             tokens.append(choice["token_ids"])
@@ -140,9 +148,11 @@ def ask_sglang(
         for document in prompts:
             body = {
                 "input_ids": document.prompt().tolist(),
-                "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": temperature},
+                "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": temperature, **SAMPLING},
             }
             answer = _json(client, "POST", "/generate", body)
+            if not {"output_ids", "meta_info"} <= answer.keys():
+                raise InputError(f"--server {client.base_url}: /generate gives no output_ids and meta_info")
             meta = answer["meta_info"]
             tokens.append(answer["output_ids"])
             if "spec_verify_ct" in meta:
@@ -189,7 +199,8 @@ def _optional(client: httpx.Client, path: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _json(client: httpx.Client, method: str, path: str, body: Any = None) -> Any:
+def _json(client: httpx.Client, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    """The answer's JSON object.  Raises InputError, of one line, if there is none."""
     try:
         response = client.request(method, path, json=body)
     except httpx.HTTPError as error:
@@ -197,7 +208,12 @@ def _json(client: httpx.Client, method: str, path: str, body: Any = None) -> Any
             f"--server {client.base_url}: {path} is not to be had ({type(error).__name__}: {error})"
         ) from error
     if response.status_code != 200:
-        raise InputError(
-            f"--server {client.base_url}: {path} answered {response.status_code}: {response.text[:200].strip()}"
-        )
-    return response.json()
+        said = " ".join(response.text[:200].split())
+        raise InputError(f"--server {client.base_url}: {path} answered {response.status_code}: {said}")
+    try:
+        value = response.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f"--server {client.base_url}: {path} did not answer with a JSON object")
+    return value

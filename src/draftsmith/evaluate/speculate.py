@@ -157,6 +157,8 @@ def decode_speculative(
     verifier, drafts = Verifier(target, spec.feature_layers), Drafts(drafter, target)
     logits, features = verifier.feed(prompt, last_logits_only=True)
     assert features is not None
+    if not torch.isfinite(features).all():
+        raise FloatingPointError(f"the features of {target.name} hold NaN or Inf: check its weights, or target.dtype")
     drafts.extend(features)
     out, ended = _cut([int(sampler.draw(logits))], target.eos_token_ids, max_new_tokens)
     prefilled = _seconds(target.device) - begin

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from draftsmith import env
 from draftsmith.files import sha256
 from draftsmith.provenance.digests import sha256_cached
 
@@ -16,8 +17,20 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+def model_folder(name: str, revision: str | None) -> Path:
+    """A local folder as it is; for a hub name the snapshot in the hub's cache, without asking the network."""
+    if Path(name).is_dir():
+        return Path(name)
+    repository = env.hub_cache() / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / (revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    return repository / "snapshots" / (commit or "main")
+
+
 def read_target(folder: Path) -> dict[str, Any]:
     """Digests of a model folder in the Hugging Face layout.  Raises OSError if it cannot be read."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"there is no model in {folder}")
     shards = sorted(folder.glob("*.safetensors"))
     digests = sha256_cached(shards, beside=True)
     total = "".join(f"{p.name}:{digests[p]}\n" for p in shards)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,8 +13,10 @@ from draftsmith.provenance import caches
 from draftsmith.provenance.facts import why_unknown
 from draftsmith.provenance.manifest import ProcessRecord, RunRecord
 from draftsmith.provenance.rules import FOLDED, LOSS, NEITHER, SPEED, Rule, rule_for
+from draftsmith.provenance.source import not_run
+from draftsmith.provenance.unchanged import Compared, not_changed, results
 from draftsmith.provenance.verdict import Change, Unknown, Verdict
-from draftsmith.provenance.view import ABSENT, Fact, Table, short, table
+from draftsmith.provenance.view import ABSENT, Fact, Table, table
 
 TEMPORARY = re.compile(r"(/var/tmp|/tmp|/dev/shm)/[^\s\"',:\]]*")
 PLACES_MATTER = ("environment.", "compile_cache.")
@@ -50,8 +51,8 @@ def diff(before: RunRecord, after: RunRecord) -> Verdict:
         after.label,
         tuple(_ordered(changes)),
         tuple(unknowns.values()),
-        tuple(_not_changed(found[common[0]], before.facts)),
-        tuple(_results(before.facts, after.facts)),
+        tuple(not_changed(found[common[0]], before.facts)),
+        tuple(results(before.facts, after.facts)),
         found[common[0]].folded,
         tuple(among_ranks(after)),
         f"{' and '.join(running)} is still being written" if running else "",
@@ -66,19 +67,6 @@ def among_ranks(run: RunRecord) -> list[Change]:
     kept = {rank: [c for c in changes if not c.field.startswith(own)] for rank, changes in found.items()}
     merged = _over_ranks(kept, lambda c: (c.field, c.was, c.is_))
     return _ordered(dataclasses.replace(c, ranks=c.ranks or tuple(others)) for c in merged)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Two processes side by side."""
-
-    changes: list[Change]
-    unknown: list[Unknown]
-    same: list[str]
-    """Fields that are equal."""
-    sections: frozenset[str]
-    """What both recorded."""
-    folded: int
 
 
 def compare(before: ProcessRecord, after: ProcessRecord, label: str) -> Compared:
@@ -123,6 +111,8 @@ def _change(field: str, old: Fact, new: Fact, label: str, facts: dict[str, Any])
         if field.startswith(("packages.files.", "packages.startup."))
         else field.rpartition(".")[2]
     )
+    if field.startswith("code.") and _no_source_differs(field.split(".")[1], old, new, facts):
+        effect, why = NEITHER, "the files that a run could import are the same"
     of_package = field.startswith("packages.") and not field.startswith(("packages.startup.", "packages.shadowed"))
     if of_package and facts and not _imported(name, facts):
         effect, why = NEITHER, "neither run imported it"
@@ -137,6 +127,15 @@ def _change(field: str, old: Fact, new: Fact, label: str, facts: dict[str, Any])
     }
     was, now = (_shown(mine, other) for mine, other in ((old, new), (new, old)))
     return Change(field, effect, was, now, _fill(why, words), _fill(back, words), order=order)
+
+
+def _no_source_differs(project: str, old: Fact, new: Fact, facts: dict[str, Any]) -> bool:
+    """Do only tests, documents and the like differ, or only what has been committed of the same files?"""
+    sources = [facts[side]["code"].get(project, {}).get("source") for side in ("before", "after")]
+    if sources[0] is not None and sources[0] == sources[1]:
+        return True
+    differing = set(old.parts) ^ set(new.parts)
+    return bool(differing) and all(not_run(name) for name, _ in differing)
 
 
 def _fill(template: str, words: dict[str, str]) -> str:
@@ -161,16 +160,15 @@ def _version(name: str, facts: dict[str, Any]) -> str:
 
 def _imported(package: str, facts: dict[str, Any]) -> bool:
     """Did either run import the package?  Where that is not known, it may have."""
-    lists = [f.get("imported") for f in facts.values()]
-    known = [x for x in lists if isinstance(x, list)]
-    return not known or any(package in x for x in known)
+    lists = [f["imported"] for f in facts.values() if "imported" in f]
+    return not lists or any(not isinstance(x, list) or package in x for x in lists)
 
 
 def _unknowns(was: Table, now: Table) -> list[Unknown]:
     out = []
     for field in sorted(was.keys() | now.keys()):
         reasons = [t[field].unknown if field in t else None for t in (was, now)]
-        if field.startswith("environment.") and field in was and field in now:
+        if field in was and field in now:
             salts = [re.findall(r"<masked (\w+):", t[field].value) for t in (was, now)]
             if all(salts) and salts[0] != salts[1]:
                 reasons = ["masked under another salt", "masked under another salt"]
@@ -234,58 +232,6 @@ def _ordered(changes: Iterable[Change]) -> list[Change]:
             and c.effect != NEITHER
             and any(fnmatchcase(c.field, pattern) for pattern in rule.follows)
         ]
-        out.append(dataclasses.replace(change, follows=causes[0] if causes else None))
+        namesake = [c for c in causes if c.rpartition(".")[2] == change.field.rpartition(".")[2]]
+        out.append(dataclasses.replace(change, follows=next(iter([*namesake, *causes]), None)))
     return sorted(out, key=lambda c: (effects.index(c.effect), c.follows is not None, c.order, c.field))
-
-
-SUBJECTS = {
-    "code": "code", "packages": "packages", "torch": "torch build", "libraries": "native libraries",
-    "patches": "functions replaced at run time", "target": "target", "data": "data", "config": "config",
-    "switches": "effective switches", "environment": "environment variables", "python": "Python", "host": "host",
-    "gpu": "GPU and driver", "compile_cache": "compile caches", "built": "built model",
-}  # fmt: skip
-
-
-def _not_changed(found: Compared, facts: dict[str, Any]) -> Iterable[str]:
-    """What did not change, plainly: that is what ends a hunt."""
-    for section, subject in SUBJECTS.items():
-        same = [f for f in found.same if f.partition(".")[0] == section]
-        touched = [c for c in found.changes if c.field.partition(".")[0] == section]
-        unknown = [u for u in found.unknown if u.field.partition(".")[0] == section]
-        if section not in found.sections or unknown or (touched and not same):
-            continue
-        if touched:
-            yield f"{subject}: {len(same)} identical, {len(touched)} changed"
-        else:
-            yield f"{subject}: identical{_detail(section, facts, len(same))}"
-
-
-def _detail(section: str, facts: dict[str, Any], count: int) -> str:
-    if section == "code":
-        parts = []
-        for name, project in facts["code"].items():
-            if project.get("git"):
-                state = "the same uncommitted edits" if project["diff_sha256"] or project["untracked"] else "clean tree"
-                parts.append(f"{name} at commit {short(project['commit'])}, {state}")
-        return f", {'; '.join(parts)}" if parts else ""
-    if section == "packages":
-        installed = facts["packages"]["installed"]
-        files = sum(p["files"].get("same", 0) for p in installed.values())
-        return f", {len(installed)} of them, {files:,} files checked against what was installed"
-    if section == "patches":
-        return ", none" if not facts["patches"]["replaced"] else f", {len(facts['patches']['replaced'])}"
-    if section == "compile_cache":
-        return ", nothing is missing"
-    if section == "gpu" and not facts["gpu"]["devices"]:
-        return ", no NVIDIA GPU"
-    return f", {count} fields" if count > 1 else ""
-
-
-def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterable[tuple[str, str, str]]:
-    """Losses and rates where both runs have them."""
-    old, new = before.get("outcome", {}), after.get("outcome", {})
-    for figure in ("steps", "loss", "heldout_loss", "accepted_length"):
-        if old.get(figure) is not None and new.get(figure) is not None and old[figure] != new[figure]:
-            yield figure, f"{old[figure]}", f"{new[figure]}"
-    if old.get("tokens_per_s") and new.get("tokens_per_s"):
-        yield "tokens/s (median)", f"{old['tokens_per_s']['p50']:.0f}", f"{new['tokens_per_s']['p50']:.0f}"

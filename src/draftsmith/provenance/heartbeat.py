@@ -159,10 +159,9 @@ def _why_dead(sign: dict[str, Any]) -> str | None:
 
 
 def _progress(sign: dict[str, Any]) -> str:
-    step = f"step {sign['step']}" if sign["step"] is not None else "before its first step"
     silence = time.time() - sign["beat"]
-    quiet = f", no sign of life for {silence:.0f} s" if silence > 5 * sign["every"] else ""
-    return f"{step}, pid {sign['pid']} on {sign['host']}{quiet}"
+    step = f", then at step {sign['step']}" if sign["step"] is not None else ""
+    return f"pid {sign['pid']} on {sign['host']}, last sign of life {silence:.0f} s ago{step}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

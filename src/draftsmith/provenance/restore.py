@@ -157,11 +157,11 @@ def _commands(facts: dict[str, Any], folder: Path, new: Path) -> list[str]:
     version = facts["python"]["version"].rpartition(".")[0] if "version" in facts["python"] else "3"
     torch = facts["packages"]["installed"].get("torch", {}).get("version", "")
     build = torch.partition("+")[2]
-    index = f" --extra-index-url https://download.pytorch.org/whl/{build}" if build else ""
+    note = f"  # torch is the {build} build: pip must be pointed at where that lies" if build else ""
     commands = [
         f"cd {shlex.quote(str(folder.absolute()))}",
         f"python{version} -m venv venv",
-        f"venv/bin/python -m pip install --no-deps -r constraints.txt{index}",
+        f"venv/bin/python -m pip install --no-deps -r constraints.txt{note}",
     ]
     if (new / "source").is_dir():
         commands += [

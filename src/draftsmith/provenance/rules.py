@@ -73,6 +73,8 @@ RULES = (
     Rule("config.tokenize.*", NEITHER, "it acts through the store, which is compared by itself"),
     Rule("config.evaluate.*", NEITHER, "training does not read it"),
     Rule("config.export.*", NEITHER, "training does not read it"),
+    Rule("config.floor.*", NEITHER, "it only watches the throughput", "{key}={was}"),
+    Rule("config.tracking.*", NEITHER, "where metrics go besides metrics.jsonl", "{key}={was}"),
     Rule("config.loss.chunk_rows", SPEED, "it trades memory for speed", "loss.chunk_rows={was}"),
     Rule("config.train.*_every", SPEED, "how often training pauses to log, check or save", "train.{name}={was}"),
     Rule("config.train.keep_checkpoints", NEITHER, "only disk space", "train.{name}={was}"),

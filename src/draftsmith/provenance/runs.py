@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +18,16 @@ from typing import Any
 
 from draftsmith.errors import InputError
 from draftsmith.provenance.diff import among_ranks, diff
-from draftsmith.provenance.facts import unknown, why_unknown
+from draftsmith.provenance.facts import attempt, why_unknown
 from draftsmith.provenance.history import Entry, identity, last_good, list_runs, mark, write_mark
-from draftsmith.provenance.manifest import RunRecord, find_run, load_file
+from draftsmith.provenance.machine import NOT_YET, as_started, this_machine
+from draftsmith.provenance.manifest import RunRecord, find_run
+from draftsmith.provenance.outcome import read_outcome
 from draftsmith.provenance.restore import restore
 from draftsmith.provenance.standalone import write_standalone
 from draftsmith.provenance.view import table
 from draftsmith.rundir import RunDir
 
-NOT_YET = ("switches", "imported")
-"""Sections that a process only has once it runs: `check` does not compare them."""
 LAST_GOOD = "last-good"
 
 
@@ -72,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except InputError as error:
         print(f"draftsmith runs {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 
 
@@ -137,22 +139,11 @@ def _check(args: argparse.Namespace) -> int:
     rank = min(reference.ranks)
     process = dataclasses.replace(now.ranks[min(now.ranks)], world=reference.ranks[rank].world)
     now = dataclasses.replace(now, kind=reference.kind, ranks={rank: process})
-    verdict = diff(_as_started(reference), _as_started(now))
+    verdict = diff(as_started(reference), as_started(now))
     later = "not compared, since only a running process has them: effective switches, built model"
     values = {**verdict.as_dict(), "not_compared": [*NOT_YET, "built"]}
     print(json.dumps(values, indent=1) if args.json else f"{verdict.text()}\n\n{later}")
     return verdict.code
-
-
-def _as_started(record: RunRecord) -> RunRecord:
-    """With the environment as the shell gave it: what a run's own imports set cannot be seen before it runs."""
-    ranks = {}
-    for rank, process in record.ranks.items():
-        facts = dict(process.facts)
-        if why_unknown(facts["environment"]) is None:
-            facts["environment"] = {**facts["environment"], "now": {}}
-        ranks[rank] = dataclasses.replace(process, facts=facts)
-    return dataclasses.replace(record, ranks=ranks)
 
 
 def _about_to_run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -177,38 +168,6 @@ def _about_to_run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return dict(record.facts["config"]), record.label
 
 
-def this_machine(config: dict[str, Any], every_file: bool = False) -> RunRecord:
-    """What a run of this config would start from, captured in a process of its own: importing a broken torch can end
-    the process that tries it."""
-    model = Path(config.get("target", {}).get("model", ""))
-    store = Path(config.get("data_dir") or Path("data") / config.get("name", "")) / "store"
-    with tempfile.TemporaryDirectory() as folder:
-        output, given = Path(folder) / "now.json", Path(folder) / "config.json"
-        given.write_text(json.dumps(config), encoding="utf-8")
-        command = [sys.executable, "-m", "draftsmith.provenance.capture", str(output), "--kind", "train"]
-        command += ["--config", str(given), "--model", str(model), "--store", str(store)]
-        command += ["--all-files"] if every_file else []
-        done = subprocess.run([*command, "--load", "torch"], capture_output=True, text=True)
-        problem = ""
-        if done.returncode:
-            problem = f"importing torch ended the process with {done.returncode}: {_last_line(done.stderr)}"
-            done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise InputError(f"this machine cannot be captured: {_last_line(done.stderr)}")
-        record = load_file(output)
-    process = record.ranks[min(record.ranks)]
-    facts = {k: v for k, v in process.facts.items() if k not in NOT_YET}
-    if problem:
-        facts["torch"] = unknown(problem)
-    return dataclasses.replace(
-        record, label="this machine now", ranks={process.rank: dataclasses.replace(process, facts=facts)}
-    )
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no message"])[-1]
-
-
 def _list(args: argparse.Namespace) -> None:
     if not args.runs_dir.is_dir():
         raise InputError(f"there is no folder {args.runs_dir}: see --runs-dir")
@@ -230,6 +189,8 @@ def _list(args: argparse.Namespace) -> None:
 def _row(entry: Entry) -> dict[str, Any]:
     facts = entry.record.facts if entry.record else {}
     outcome = facts.get("outcome", {})
+    if "steps" not in outcome:  # still running, or it left no last word: its metrics say how far it came
+        outcome = attempt(read_outcome, entry.run.metrics, [])
     good = mark(entry.run)
     return {
         "run": f"{entry.run.path.parent.name}/{entry.run.path.name}",
@@ -268,7 +229,7 @@ def _show(args: argparse.Namespace) -> None:
     for field, fact in table(run.facts).items():
         if fact.unknown:
             print(f"  {field:40} unknown: {fact.unknown}")
-        elif not field.startswith(("switches.", "outcome.")) and fact.value != "as installed":
+        elif not field.startswith(("switches.", "outcome.")) and fact.value not in ("as installed", "null"):
             print(f"  {field:40} {fact.value}{f'  ({fact.note})' if fact.note else ''}")
     for change in among_ranks(run):
         print(f"  rank {', '.join(map(str, change.ranks))} differs: {change.field} {change.was} -> {change.is_}")

@@ -15,6 +15,7 @@ SOURCES = {".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".sh", ".tom
 """Untracked files with these suffixes are source; others (data, results) are not recorded."""
 MOST_DIFF, MOST_FILE, MOST_FILES = 2_000_000, 100_000, 200
 """Characters of a diff, bytes of one untracked file, number of untracked files whose text is kept."""
+NOT_RUN = {"tests", "test", "docs", "doc", "benchmarks", "examples", ".github", ".ci"}
 OPTIONS = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false")
 
 
@@ -41,16 +42,18 @@ def read_project(folder: Path) -> dict[str, Any]:
             raise
         return {"root": str(folder), "git": False, "why": "not a git repository", "tree": tree_digest(folder)}
     diff = git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv") if _has_commit(root) else ""
+    edited, untracked = _by_file(diff), _untracked(root)
     return {
         "root": str(root),
         "git": True,
         "commit": git(root, "rev-parse", "HEAD").strip() if _has_commit(root) else None,
         "branch": git(root, "rev-parse", "--abbrev-ref", "HEAD").strip() if _has_commit(root) else None,
-        "edited": _by_file(diff),
+        "source": _source_digest(root, [*edited, *untracked]) if _has_commit(root) else None,
+        "edited": edited,
         "diff_sha256": hashlib.sha256(diff.encode("utf-8", "surrogateescape")).hexdigest() if diff else None,
         "diff": diff if len(diff) <= MOST_DIFF else None,
         "diff_chars": len(diff),
-        "untracked": _untracked(root),
+        "untracked": untracked,
     }
 
 
@@ -74,6 +77,27 @@ def tree_digest(folder: Path) -> str:
         digest.update(f"{path.relative_to(folder)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def not_run(path: str) -> bool:
+    """Is a file of a repository one that no run imports?"""
+    return path.partition("/")[0] in NOT_RUN or Path(path).suffix in (".md", ".rst", ".ipynb")
+
+
+def _source_digest(root: Path, touched: list[str]) -> str:
+    """sha256 over the files that a run could import, as they are on disk: the same code gives the same digest whether
+    or not it has been committed.  touched: files that are not as the commit has them."""
+    blobs = {}
+    for line in git(root, "ls-tree", "-r", "--full-tree", "HEAD").splitlines():
+        facts, _, path = line.partition("\t")
+        blobs[path] = facts.split()[2]
+    for path in touched:
+        blobs.pop(path, None)
+        if (root / path).is_file():
+            content = (root / path).read_bytes()
+            blobs[path] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    kept = sorted(item for item in blobs.items() if not not_run(item[0]))
+    return hashlib.sha256(repr(kept).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _by_file(diff: str) -> dict[str, str]:

@@ -124,6 +124,8 @@ def weights_fingerprint(config: TargetConfig) -> str:
 
     folder = model_folder(config)
     files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    if len(files) == 1:
+        raise InputError(f"target.model {config.model}: the folder has no *.safetensors (pickled weights are not read)")
     digests = sha256_cached(files, beside=True)
     return hashlib.sha256("".join(f"{f.name}:{digests[f]}\n" for f in files).encode()).hexdigest()
 
@@ -151,9 +153,10 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
             attn_implementation=_attention(folder, config),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            use_safetensors=True,  # no pickle
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"target.model {config.model}: it does not load: {_first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
@@ -261,13 +264,8 @@ def drafter_spec(config: DrafterConfig, target: Target) -> DrafterSpec:
     if config.hidden_size not in (None, hidden):
         raise InputError(f"drafter.hidden_size {config.hidden_size} is not the target's {hidden}: leave it out")
     layers = config.feature_layers or default_feature_layers(t.num_hidden_layers, config.num_features)
-    last = t.num_hidden_layers - 1
-    if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= last:
-        raise InputError(
-            f"drafter.feature_layers {list(layers)} must ascend without repeats within 0..{last - 1} (the last layer, "
-            f"{last}, means different things to different servers)"
-        )
-    heads = config.num_heads or t.num_attention_heads
+    check_layers(layers, t.num_hidden_layers, "drafter.feature_layers")
+    heads = config.num_heads or _need(t, "num_attention_heads")
     kv_heads = config.num_kv_heads or getattr(t, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise InputError(f"drafter.num_heads {heads} is not a multiple of drafter.num_kv_heads {kv_heads}")
@@ -277,22 +275,22 @@ def drafter_spec(config: DrafterConfig, target: Target) -> DrafterSpec:
         hidden_size=hidden,
         vocab_size=vocab,
         num_layers=config.num_layers,
-        intermediate_size=config.intermediate_size or t.intermediate_size,
+        intermediate_size=config.intermediate_size or _need(t, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=config.rms_norm_eps or float(getattr(t, "rms_norm_eps", 1e-6)),
         rope_theta=config.rope_theta or _rope_theta(t),
-        max_position_embeddings=config.max_position_embeddings or t.max_position_embeddings,
+        max_position_embeddings=config.max_position_embeddings or _need(t, "max_position_embeddings"),
         attention_bias=config.attention_bias,
         block_size=config.block_size,
         mask_token_id=mask_token(config, target),
         feature_layers=tuple(layers),
         num_target_layers=t.num_hidden_layers,
         layer_types=(types,) * config.num_layers if isinstance(types, str) else types,
-        sliding_window=config.sliding_window,
+        sliding_window=config.sliding_window if "sliding" in types else None,
         input_embedding_scale=config.input_embedding_scale or _embedding_scale(target),
-        output_multiplier=config.output_multiplier or getattr(t, "logit_scale", None),
+        output_multiplier=config.output_multiplier or _output_multiplier(t),
         final_logit_softcapping=config.final_logit_softcapping or getattr(t, "final_logit_softcapping", None),
         initializer_range=config.initializer_range,
     )
@@ -317,11 +315,49 @@ def mask_token(config: DrafterConfig, target: Target) -> int:
             "drafter.mask_token_id: the tokenizer has no mask token and every row of the embedding is in use: set it "
             "to a special token that text does not contain"
         )
-    if chosen >= vocab:
-        raise InputError(f"drafter.mask_token_id {chosen} is not a row of the target's embedding ({vocab} rows)")
-    if chosen == tokenizer.pad_token_id or chosen in target.eos_token_ids:
-        raise InputError(f"drafter.mask_token_id {chosen} is the target's pad or eos token: choose another")
+    check_mask(chosen, target, "drafter.mask_token_id")
     return chosen
+
+
+def check_layers(layers: Sequence[int], num_layers: int, what: str) -> None:
+    """Raises InputError unless feature layers ascend without repeats and leave the last layer out."""
+    last = num_layers - 1
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= last:
+        raise InputError(
+            f"{what} {list(layers)} must ascend without repeats within 0..{last - 1} (the last layer, {last}, means "
+            f"different things to different servers)"
+        )
+
+
+def check_mask(token: int, target: Target, what: str) -> None:
+    """Raises InputError if the token is no row of the embedding, is pad or eos, or not the tokenizer's <|MASK|>."""
+    rows = target.embedding.shape[0]
+    if not 0 <= token < rows:
+        raise InputError(f"{what} {token} is not a row of the target's embedding ({rows} rows)")
+    pads = (target.tokenizer.pad_token_id, getattr(target.text_config, "pad_token_id", None))
+    if token in pads or token in target.eos_token_ids:
+        raise InputError(f"{what} {token} is the target's pad or eos token: choose another")
+    named = target.tokenizer.get_vocab().get("<|MASK|>")
+    if named is not None and named != token:
+        raise InputError(f"{what} {token} is not the tokenizer's <|MASK|> ({named}): SGLang refuses that, set {named}")
+
+
+def _need(text_config: Any, key: str) -> Any:
+    value = getattr(text_config, key, None)
+    if value is None:
+        raise InputError(
+            f"target: a {text_config.model_type} config has no {key}, so the drafter's cannot default to it: set it "
+            f"under drafter, or choose another target"
+        )
+    return value
+
+
+def _output_multiplier(text_config: Any) -> float | None:
+    """What the target multiplies its logits by: Cohere's logit_scale, or one over Granite's logits_scaling."""
+    if getattr(text_config, "logit_scale", None) is not None:
+        return float(text_config.logit_scale)
+    scaling = getattr(text_config, "logits_scaling", None)
+    return None if scaling in (None, 1, 1.0) else 1.0 / float(scaling)
 
 
 def _rope_theta(text_config: Any) -> float:
@@ -335,8 +371,12 @@ def _rope_theta(text_config: Any) -> float:
 
 
 def _embedding_scale(target: Target) -> float | None:
-    scale = getattr(target.model.get_input_embeddings(), "embed_scale", None)
-    return None if scale is None else float(scale)
+    """Gemma: sqrt(H), exactly, whatever dtype the model keeps it in. Granite: embedding_multiplier."""
+    module = target.model.get_input_embeddings()
+    if getattr(module, "embed_scale", None) is not None:
+        return float(getattr(module, "scalar_embed_scale", None) or target.embedding.shape[1] ** 0.5)
+    scale = getattr(target.text_config, "embedding_multiplier", None)
+    return None if scale in (None, 1, 1.0) else float(scale)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.files import folder_written_whole, sha256, write_text
 from draftsmith.records import CheckpointState, DrafterSpec, read_json, spec_from_dict
-from draftsmith.rundir import RunDir, attempts
+from draftsmith.rundir import RunDir, attempts, newest
 
 WEIGHTS, OPTIMIZER, STATE = "drafter.safetensors", "optimizer.safetensors", "state.json"
 
@@ -183,10 +183,29 @@ def restore(path: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer
 
 
 def newest_checkpoint(run: RunDir) -> Path:
-    found = listed(run)
-    if not found:
-        raise InputError(f"{run.path} has no checkpoint yet")
-    return found[-1]
+    """The newest checkpoint of the attempt; if it has none, of the newest attempt before it that has one (and say so).
+
+    Raises InputError if there is none.
+    """
+    every = attempts(run.path.parent.parent, run.path.parent.name)
+    paths = [other.path for other in every]
+    earlier = every[: paths.index(run.path)] if run.path in paths else []
+    for attempt in (run, *reversed(earlier)):
+        if found := listed(attempt):
+            if attempt is not run:
+                print(f"{run.path.name} has no checkpoint: taking {found[-1]}", flush=True)
+            return found[-1]
+    raise InputError(
+        f"{run.path} has no checkpoint yet{', nor has an earlier attempt' if earlier else ''}: train on until the "
+        f"first is written (train.checkpoint_every), or set evaluate.drafter (to export: export.drafter) to a "
+        f"checkpoint or an exported folder"
+    )
+
+
+def default_checkpoint(runs_dir: Path, name: str) -> tuple[RunDir, Path]:
+    """`newest_checkpoint` of a run, with the attempt that it belongs to: what is made of it goes there."""
+    path = newest_checkpoint(newest(runs_dir, name))
+    return RunDir(path.parent.parent), path
 
 
 def find_resume(runs_dir: Path, name: str, resume: str) -> tuple[Path, list[str]]:

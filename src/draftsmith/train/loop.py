@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import resource
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from draftsmith.data.store import Document, Store
 from draftsmith.data.tokenize import fingerprint
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.model import DFlashDrafter
-from draftsmith.errors import InputError, Interrupted
+from draftsmith.errors import TOO_SLOW, InputError, Interrupted
 from draftsmith.evaluate.acceptance import heldout_prompts, measure
 from draftsmith.export import read_drafter
 from draftsmith.files import write_text
@@ -31,6 +32,7 @@ from draftsmith.provenance.artifacts import altered_shards
 from draftsmith.provenance.recorder import Recorder
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.rundir import RunDir
+from draftsmith.sinks import check, open_sinks
 from draftsmith.target.features import FeatureSource, FileFeatures, features_folder, write_features
 from draftsmith.target.model import (
     FeatureExtractor,
@@ -46,18 +48,21 @@ from draftsmith.tracking import Tracker
 from draftsmith.train import checkpoint
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
+from draftsmith.train.floor import Interval
 from draftsmith.train.optim import make_optimizer, rate, set_rate
-from draftsmith.train.roles import Clock, KnownRows, serve, with_anchors
+from draftsmith.train.roles import Clock, KnownRows, serve, who_waits, with_anchors
 from draftsmith.train.schedule import rows_of_drafter
 from draftsmith.train.step import Frozen, RowStep, StepSums, by_slot
 from draftsmith.train.transport import ReceiveRows, receive_heldout
+from draftsmith.train.watch import Watch
 
 
 @dataclass
 class StopRequest:
-    """Set by SIGINT or SIGTERM, looked at between steps."""
+    """Set by SIGINT or SIGTERM, or by the throughput floor; looked at between steps."""
 
     signal: int | None = None
+    slow: bool = False
 
 
 @contextmanager
@@ -102,11 +107,11 @@ def prepare(config: Config, target: Target | None = None, world: World | None = 
     if store.manifest.tokenizer != fingerprint(target.tokenizer):
         raise InputError(f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s")
     spec = drafter_spec(config.drafter, target)
-    loader = _loader(config, store, heldout=False)
+    loader = make_loader(config, store, heldout=False)
     notes = [f"{loader.left_out} training documents without an anchor left out"] if loader.left_out else []
     heldout_rows: list[PackedRow] = []
     if store.heldout.any():
-        held = _loader(config, store, heldout=True)
+        held = make_loader(config, store, heldout=True)
         heldout_rows = [held.row(g) for g in range(min(settings.heldout_rows, len(held.plan(0))))]
     elif settings.heldout_every or settings.accept_every:
         raise InputError(f"{store.path} holds nothing out: raise tokenize.heldout_fraction, or set heldout_every=0")
@@ -165,10 +170,12 @@ def train(
             source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
         check_files(config, plan, source_checkpoint)
         if world.first:
+            check(config.tracking.wanted)
             run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
             write_text(run.config, config.dump())
         run = RunDir(Path(world.from_first("run", str(run.path) if run else "")))
-        with recorder.recording(run), closing(Tracker(run, quiet=not world.first)) as tracker:
+        sinks = open_sinks(config.tracking.wanted if world.first else (), run, config.model_dump(mode="json"))
+        with recorder.recording(run), closing(Tracker(run, quiet=not world.first, sinks=sinks)) as tracker:
             for note in [*plan.notes, *passed_over]:
                 tracker.say(note)
             try:
@@ -234,10 +241,11 @@ def _run(
     end = rows_before + (plan.steps - first) * settings.rows_per_step
     world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
     source, heldout_source = feature_sources(config, plan, tracker, world, first, rows_before)
+    clock = Clock(world, source, plan.target.device)
     frozen = Frozen(plan.target.embedding.to(plan.compute_dtype), plan.target.head.to(plan.compute_dtype))
     row_step = RowStep(
-        drafter, frozen, source, settings, config.loss, attention=plan.attention, compute_dtype=plan.compute_dtype,
-        world=world,
+        drafter, frozen, clock.features, settings, config.loss, attention=plan.attention,
+        compute_dtype=plan.compute_dtype, world=world,
     )  # fmt: skip
     parameters = sum(p.numel() for p in drafter.parameters())
     facts = {
@@ -265,7 +273,8 @@ def _run(
 
     waiting: list[StepSums] = []
     saver = checkpoint.Saver(run, settings.keep_checkpoints)
-    clock = Clock(world, source)
+    watch = Watch(config, run, tracker, recorder, active=world.first)
+    clock.start()
     with (
         stop_on_signals() as stop,
         closing(saver),
@@ -274,9 +283,9 @@ def _run(
         for step in range(first, plan.steps):
             set_rate(optimizer, rate(step, plan.steps, settings))
             begin = rows_before + (step - first) * settings.rows_per_step
-            rows = [
-                plan.loader.row(g) for g in rows_of_drafter(begin, settings.rows_per_step, world.drafters, world.index)
-            ]
+            with clock.part("data"):
+                mine = rows_of_drafter(begin, settings.rows_per_step, world.drafters, world.index)
+                rows = [plan.loader.row(g) for g in mine]
             waiting.append(row_step.step(step, rows, optimizer, optimizer.param_groups[0]["lr"]))
             done = step + 1
             recorder.at(done)
@@ -284,38 +293,42 @@ def _run(
             stopped = agree_to_stop(world, stop)  # once, so that all of the step goes by the same answer
             saving = last or _due(done, settings.checkpoint_every) or stopped
             if saving or done % settings.log_every == 0:  # no checkpoint before its steps are known to be finite
-                note = flush(tracker, waiting, clock, world)
+                interval, note = flush(tracker, waiting, clock, world)
                 waiting = []
+                note = f"{note}  {watch.beside(interval)}"
+                stop.slow = watch.too_slow(interval) or stop.slow
                 progress.advance(done - first - progress.done, note)
             if world.first and plan.heldout_rows and (last or _due(done, settings.heldout_every)):
-                held = row_step.heldout(plan.heldout_rows, heldout_source)
+                with clock.part("evaluation"):
+                    held = row_step.heldout(plan.heldout_rows, heldout_source)
                 tracker.record(done, kind="heldout", **held)
                 tracker.say(f"step {done}: held-out loss {held['loss']:.3f}, accuracy {held['accuracy']:.3f}")
-                clock.reset()
             if world.first and plan.prompts and (last or _due(done, settings.accept_every)):
-                accepted_length(config, plan, drafter, tracker, done)
-                clock.reset()
+                with clock.part("evaluation"):
+                    accepted_length(config, plan, drafter, tracker, done)
             if saving and world.first:
-                path = saver.save(done, begin + settings.rows_per_step, drafter, optimizer, plan.pins)
-                clock.reset()
+                with clock.part("checkpoint"):
+                    path = saver.save(done, begin + settings.rows_per_step, drafter, optimizer, plan.pins)
             if stopped and not last:
                 saver.wait()
-                name = signal.Signals(stopped).name
+                name = "throughput floor" if stopped == TOO_SLOW else signal.Signals(stopped - 128).name
                 message = f"{name}: saved at step {done}; go on with --resume auto"
                 if world.first:
                     message = f"{name}: saved {path} at step {done}; go on with --resume auto"
                 tracker.say(message)
-                raise Interrupted(128 + stopped, message)
+                raise Interrupted(stopped, message)
     if world.targets and world.first:
         tracker.say(clock.advice(settings.rows_per_step))
     tracker.say(f"trained: {plan.steps} steps, {run.path}")
 
 
 def agree_to_stop(world: World, stop: StopRequest) -> int | None:
-    """The signal to stop for, the same on every drafter after the same step."""
-    mine = stop.signal
-    interrupts, terminates = world.sum_host([float(mine == signal.SIGINT), float(mine == signal.SIGTERM)])
-    return signal.SIGTERM if terminates else signal.SIGINT if interrupts else None
+    """The exit code to stop with, the same on every drafter after the same step; None: go on."""
+    wishes = (stop.signal == signal.SIGTERM, stop.signal == signal.SIGINT, stop.slow)
+    terminates, interrupts, slow = world.sum_host([float(wish) for wish in wishes])
+    if terminates or interrupts:
+        return 128 + (signal.SIGTERM if terminates else signal.SIGINT)
+    return TOO_SLOW if slow else None
 
 
 def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
@@ -358,8 +371,9 @@ def feature_sources(
     return files, files
 
 
-def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World) -> str:
+def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World) -> tuple[Interval, str]:
     """Read the steps since the last log point back from the device, over all drafters, and write a line for each.
+    Returns where the time went, and the note for the progress line.
 
     Raises FloatingPointError naming the step and the row if features, loss or gradient are not finite.
     """
@@ -370,6 +384,7 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
                     f"step {sums.step + 1}: features of epoch {epoch}, row {index} hold NaN or Inf"
                 )
     values = torch.stack([torch.cat([s.weighted[None], s.ce_B, s.correct_B, s.count_B]) for s in waiting])
+    values_device = values.device
     values = world.sum_device(values).cpu()
     size = len(waiting[0].ce_B)
     counted = world.sum_host([x for s in waiting for x in (s.tokens, s.anchors, len(s.rows))])
@@ -387,18 +402,18 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
             anchors=int(counted[3 * i + 1]), **slots,
         )  # fmt: skip
     tokens, anchors, rows = (sum(counted[k::3]) for k in range(3))
-    seconds, waits = clock.read(len(waiting) * len(waiting[0].rows))
+    parts, checkpoints, waits = clock.read(len(waiting) * len(waiting[0].rows))
+    interval = Interval(rows, parts, checkpoints)
+    seconds = interval.training
+    memory = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if values_device.type == "cuda":
+        memory["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(values_device)
     tracker.record(
-        waiting[-1].step + 1,
-        kind="rate",
-        seconds=seconds,
-        rows_per_s=rows / seconds,
-        tokens_per_s=tokens / seconds,
-        anchors_per_s=anchors / seconds,
-        **waits,
-    )
-    who = f"  drafters wait {waits['drafters_waited']:.0%}" if world.targets else ""
-    return f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s{who}"
+        waiting[-1].step + 1, kind="rate", **interval.line(), tokens_per_s=tokens / seconds,
+        anchors_per_s=anchors / seconds, **waits, **memory,
+    )  # fmt: skip
+    note = f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s"
+    return interval, f"{note}  {who_waits(parts, waits)}"
 
 
 def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:
@@ -430,7 +445,7 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _loader(config: Config, store: Store, *, heldout: bool) -> Loader:
+def make_loader(config: Config, store: Store, *, heldout: bool) -> Loader:
     return Loader(
         store,
         row_tokens=config.train.row_tokens,

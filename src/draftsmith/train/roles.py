@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,9 @@ from draftsmith.rundir import RunDir
 from draftsmith.target.features import FeatureSource
 from draftsmith.target.model import FeatureExtractor
 from draftsmith.train.dist import World
+from draftsmith.train.floor import PAUSES
 from draftsmith.train.schedule import rows_of_target
-from draftsmith.train.transport import ReceiveRows, SendRows, Times, send_heldout, serve_rows
+from draftsmith.train.transport import SendRows, Stopped, Times, send_heldout, serve_rows
 
 
 @dataclass
@@ -45,7 +50,12 @@ def serve(
     if world.index == 0:
         send_heldout([extract.row(row) for row in heldout_rows if row.anchor_count])
     rows = rows_of_target(begin["first"], begin["last"], world.targets, world.index)
-    serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), extract.row)
+    try:
+        serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), extract.row)
+    except Stopped:
+        # rows that nobody will take are still under way, and threads that wait for them cannot be ended otherwise
+        sys.stdout.flush()
+        os._exit(0)
     return RunDir(Path(begin["run"]))
 
 
@@ -57,34 +67,126 @@ def with_anchors(loader: Loader, rows: Iterator[int]) -> Iterator[tuple[int, Pac
             yield g, row
 
 
-class Clock:
-    """Time between log points, and how much of it this process waited for features."""
+class TimedFeatures:
+    """A FeatureSource that knows how long its rows took.  Our own target on a GPU is timed by events, since the host
+    only queues its work."""
 
-    def __init__(self, world: World, source: FeatureSource) -> None:
-        self.world, self.source = world, source
-        self.times = Times()
-        self.waited_before = 0.0
+    def __init__(self, source: FeatureSource, device: torch.device) -> None:
+        self.source = source
+        self.by_events = device.type == "cuda" and isinstance(source, FeatureExtractor)
+        self.events: list[tuple[Any, Any]] = []
+        self.seconds = 0.0
+
+    def row(self, row: PackedRow) -> Tensor:
+        if not self.by_events:
+            begin = time.monotonic()
+            found = self.source.row(row)
+            self.seconds += time.monotonic() - begin
+            return found
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        found = self.source.row(row)
+        done.record()
+        self.events.append((begun, done))
+        return found
+
+    def take(self) -> float:
+        """Seconds since the last call.  On a GPU only after its work has been waited for."""
+        seconds = self.seconds + sum(begun.elapsed_time(done) for begun, done in self.events) / 1e3
+        self.seconds, self.events = 0.0, []
+        return seconds
+
+
+class Clock:
+    """Where the time between log points goes, by part (floor.LABELS), and who waited for whom.
+
+    `features` is the source to train from: its rows are timed.  Everything that is not a named part is compute.
+    """
+
+    def __init__(self, world: World, source: FeatureSource, device: torch.device) -> None:
+        self.world = world
+        self.features = TimedFeatures(source, device)
+        self.parts: dict[str, float] = {}
+        self.checkpoints = 0
+        self.begun = time.monotonic()
+        self.compiled_before = compile_seconds()
+        self.said_before: dict[int, dict[str, float]] = {}
         self.total = Times()
         self.last: dict[str, Any] = {}
 
-    def waited(self) -> float:
-        return self.source.waited if isinstance(self.source, ReceiveRows) else 0.0
+    def start(self) -> None:
+        """Begin to count from now: what came before the first step is no part of the rate."""
+        self.begun = time.monotonic()
+        self.parts, self.checkpoints, self.compiled_before = {}, 0, compile_seconds()
+        self.features.take()
 
-    def read(self, rows: int) -> tuple[float, dict[str, Any]]:
-        """Seconds since the last reading, and the shares of waiting; starts anew."""
-        seconds = self.times.summary()["seconds"]
-        waited = self.waited() - self.waited_before
-        self.total.compute += seconds - waited
-        self.total.wait += waited
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside is that part of the time, and not compute."""
+        begin, compiled = time.monotonic(), compile_seconds()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - begin
+            self.compiled_before += compile_seconds() - compiled  # counted once, in the part
+            self.checkpoints += name == "checkpoint"
+
+    def read(self, rows: int) -> tuple[dict[str, float], int, dict[str, Any]]:
+        """Seconds by part since the last reading, checkpoints, and shares of waiting; starts anew.
+
+        Every drafter calls it.  rows: this process's own.  The time is rank 0's; loading, compiling and waiting for
+        features are those of the slowest drafter, since all others wait for it.
+        """
+        now, compiled = time.monotonic(), compile_seconds()
+        wall, self.begun = now - self.begun, now
+        own = {"data": self.parts.get("data", 0.0), "wait": self.features.take()}
+        new = compiled - self.compiled_before
+        own["compile"] = new if new >= 0 else compiled  # torch.compiler.reset() sets it back to 0
+        pauses = {name: self.parts.get(name, 0.0) for name in PAUSES}
+        training = wall - sum(pauses.values())
+        self.total.wait += own["wait"]
+        self.total.compute += training - own["wait"]
         self.total.rows += rows
-        found = _shares(self.world, self.times, waited)
-        self.last |= found
-        self.reset()
-        return seconds, found
+        waits = self._waits(training, own["wait"])
+        parts = self._slowest(own)
+        # both sides waiting at once: it is what lies between them
+        parts["transfer"] = (
+            min(parts["wait"], waits.get("targets_waited", 0.0) * training) if self.world.targets else 0.0
+        )
+        parts["wait"] -= parts["transfer"]
+        parts["compute"] = max(0.0, training - sum(parts.values()))
+        checkpoints, self.parts, self.checkpoints, self.compiled_before = self.checkpoints, {}, 0, compiled
+        return {**parts, **pauses}, checkpoints, waits
 
-    def reset(self) -> None:
-        self.times.reset()
-        self.waited_before = self.waited()
+    def _slowest(self, own: dict[str, float]) -> dict[str, float]:
+        """Of each part, the most that any drafter spent."""
+        size = len(own)
+        table = [0.0] * (size * self.world.drafters)
+        table[self.world.index * size : (self.world.index + 1) * size] = own.values()
+        table = self.world.sum_host(table)
+        return {name: max(table[i::size]) for i, name in enumerate(own)}
+
+    def _waits(self, training: float, waited: float) -> dict[str, Any]:
+        """Shares of the time since the last log point that drafters and targets waited for each other."""
+        seconds, waits = self.world.sum_host([training, waited])
+        if not self.world.targets:
+            return {}
+        out: dict[str, Any] = {"drafters_waited": waits / max(seconds, 1e-9)}
+        if not self.world.first:
+            return out
+        ranks = [r for r in range(self.world.drafters, self.world.size) if self.world.said(f"times/{r}")]
+        said = {r: self.world.read(f"times/{r}", r) for r in ranks}
+        if said:
+            new = {
+                k: sum(t[k] - self.said_before.get(r, {}).get(k, 0.0) for r, t in said.items())
+                for k in ("wait", "seconds")
+            }
+            out["targets_waited"] = new["wait"] / max(new["seconds"], 1e-9)
+            rows = sum(t["rows"] for t in said.values())
+            out["target_seconds_per_row"] = sum(t["compute"] for t in said.values()) / max(rows, 1)
+        self.said_before = said
+        self.last |= out
+        return out
 
     def advice(self, rows_per_step: int) -> str:
         waited = self.total.wait / max(self.total.wait + self.total.compute, 1e-9)
@@ -92,17 +194,19 @@ class Clock:
         return _advice(self.world, rows_per_step, self.last.get("target_seconds_per_row", per_row), per_row, waited)
 
 
-def _shares(world: World, own: Times, waited: float) -> dict[str, Any]:
-    """Shares of the time since the last log point that drafters and targets waited.  Every drafter calls it."""
-    seconds, waits = world.sum_host([own.summary()["seconds"], waited])
-    out: dict[str, Any] = {"drafters_waited": waits / max(seconds, 1e-9)}
-    if world.targets and world.first:
-        said = [world.read(f"times/{r}", r) for r in range(world.drafters, world.size) if world.said(f"times/{r}")]
-        if said:
-            out["targets_waited"] = sum(t["wait"] for t in said) / max(sum(t["seconds"] for t in said), 1e-9)
-            rows = sum(t["rows"] for t in said)
-            out["target_seconds_per_row"] = sum(t["compute"] for t in said) / max(rows, 1)
-    return out
+def compile_seconds() -> float:
+    """Time that torch.compile has taken in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
+
+
+def who_waits(parts: Mapping[str, float], waits: Mapping[str, Any]) -> str:
+    """For the progress line: who waits for whom, as shares of the training time."""
+    if "drafters_waited" in waits:
+        targets = f", targets {waits['targets_waited']:.0%}" if "targets_waited" in waits else ""
+        return f"drafters wait {waits['drafters_waited']:.0%}{targets}"
+    training = max(sum(s for part, s in parts.items() if part not in PAUSES), 1e-9)
+    return f"waits: features {parts['wait'] / training:.0%}, data {parts['data'] / training:.0%}"
 
 
 def rows_per_second(targets: int, drafters: int, target_seconds: float, drafter_seconds: float) -> float:

@@ -6,6 +6,7 @@ Suffixes as in drafter/: T row tokens, A anchors, B block size, Q = A * B, R tra
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,8 @@ class RowStep:
             total += self.denominator(blocks)
             weighted += float(one.weighted)
             ce, correct, count = ce + one.ce_B, correct + one.correct_B, count + one.count_B
+        if not math.isfinite(weighted):
+            raise FloatingPointError(f"the held-out loss is {weighted}: check the target's features and the drafter")
         return {"loss": weighted / max(total, 1e-12), **by_slot(ce, correct, count)}
 
 

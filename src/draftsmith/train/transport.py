@@ -117,7 +117,6 @@ class ReceiveRows:
     ) -> None:  # fmt: skip
         self.world, self.rows, self.shape, self.dtype, self.device = world, rows, shape, dtype, device
         self.flying: deque[tuple[Any, Tensor, int]] = deque()
-        self.waited = 0.0
         for _ in range(ahead):
             self._ask()
 
@@ -130,11 +129,9 @@ class ReceiveRows:
         self.flying.append((_start(dist.irecv, buffer, rank, g % TAGS), buffer, g))
 
     def row(self, row: PackedRow) -> Tensor:
-        begin = time.monotonic()
         work, buffer, g = self.flying.popleft()
         who = f"{self.world.name(self.world.drafters + target_of(g, self.world.targets))} gives row {g}"
         wait_for(work, self.world.timeout, who)
-        self.waited += time.monotonic() - begin
         self._ask()
         return buffer
 
@@ -190,15 +187,12 @@ def receive_heldout(
 def serve_rows(
     sender: SendRows, rows: Iterator[tuple[int, PackedRow]], features: Callable[[PackedRow], Tensor]
 ) -> None:
-    """Compute rows in order and hand them over; end when all are taken, or the drafters stop."""
+    """Compute rows in order and hand them over, until all are taken.  Raises Stopped when the drafters stop before."""
     world, times = sender.world, sender.times
-    try:
-        for g, row in rows:
-            begin = time.monotonic()
-            made = features(row)
-            times.compute += time.monotonic() - begin
-            sender.send(g, made)
-            world.publish(f"times/{world.rank}", times.summary())
-        sender.drain(0)
-    except Stopped:
-        pass
+    for g, row in rows:
+        begin = time.monotonic()
+        made = features(row)
+        times.compute += time.monotonic() - begin
+        sender.send(g, made)
+        world.publish(f"times/{world.rank}", times.summary())
+    sender.drain(0)
