@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,40 @@ def test_export_takes_the_checkpoint_and_the_folder_it_is_told(stored, target_fo
     assert export(config) == out and not run.export.exists()
     weights = load_file(run.checkpoint(3) / checkpoint.WEIGHTS)
     assert torch.equal(load_file(out / "model.safetensors")["fc.weight"], weights["fc.weight"].bfloat16())
+
+
+def test_with_drafter_and_folder_named_no_run_is_needed(target_folder, tmp_path):
+    source, out = saved(tmp_path, make_spec()), tmp_path / "out"
+
+    def config(*overrides: str):
+        return make_config(target_folder, tmp_path / "elsewhere", *overrides)
+
+    assert export(config(f"export.drafter={source}", f"export.output={out}")) == out
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(InputError, match=r"no run in .*or set export\.output$"):
+        export(config(f"export.drafter={source}"))
+    with pytest.raises(InputError, match=r"no run in .*or set export\.drafter$"):
+        export(config(f"export.output={tmp_path / 'other'}"))
+
+
+def test_the_newest_attempt_that_has_a_checkpoint_is_taken_and_named(target_folder, tmp_path, capsys):
+    config = make_config(target_folder, tmp_path)
+    empty = create(config.runs_dir, "tiny")
+    with pytest.raises(InputError, match=r"attempt_1 has no checkpoint yet: .*export\.drafter"):
+        export(config)
+    drafter = DFlashDrafter(make_spec())
+    run = create(config.runs_dir, "tiny", new_attempt=True)
+    source = checkpoint.save(run, 3, 1, drafter, torch.optim.AdamW(drafter.parameters()), {}, keep=1)
+    create(config.runs_dir, "tiny", new_attempt=True)
+    create(config.runs_dir, "tiny", new_attempt=True)
+    assert export(config) == run.export  # beside the checkpoint it is made of
+    assert f"attempt_4 has no checkpoint: taking {source}\n" in capsys.readouterr().out
+    assert checkpoint.newest_checkpoint(run) == source and capsys.readouterr().out == ""
+    with pytest.raises(InputError, match="attempt_1 has no checkpoint yet: train on"):  # never of a later one
+        checkpoint.newest_checkpoint(empty)
+    shutil.rmtree(source)
+    with pytest.raises(InputError, match=r"attempt_4 has no checkpoint yet, nor has an earlier attempt: .*evaluate\."):
+        export(config)
 
 
 def test_an_existing_folder_is_left_as_it_is(tmp_path):

@@ -57,7 +57,7 @@ def test_runs_dir_that_cannot_hold_folders_is_named(tmp_path):
 def test_paths_are_different_and_inside(tmp_path):
     run = RunDir(tmp_path)
     paths = [p for name, p in vars(run).items() if name != "path"]
-    assert len(set(paths)) == len(paths) == 12
+    assert len(set(paths)) == len(paths) == 14
     assert all(p.parent == tmp_path for p in paths)
 
 

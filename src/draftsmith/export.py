@@ -19,13 +19,14 @@ from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.files import folder_written_whole, write_text
 from draftsmith.records import DrafterSpec, read_json
-from draftsmith.rundir import RunDir, newest
+from draftsmith.rundir import RunDir
 from draftsmith.target.model import Target, check_layers, check_mask
 from draftsmith.train.checkpoint import (
     WEIGHTS,
     default_checkpoint,
     load_weights,
     newest_checkpoint,
+    newest_or,
     read_state,
     read_tensors,
 )
@@ -176,20 +177,12 @@ def export(config: Config, run: RunDir | None = None) -> Path:
 
     With both set no run is needed.
     """
-    source, output = config.export.drafter, config.export.output
+    source, output, place = config.export.drafter, config.export.output, (config.runs_dir, config.name)
     if source is None:
-        run, source = (run, newest_checkpoint(run)) if run else default_checkpoint(config.runs_dir, config.name)
+        run, source = (run, newest_checkpoint(run)) if run else default_checkpoint(*place, "export.drafter")
     if output is None:
-        output = (run or newest_or(config, "export.output")).export
+        output = (run or newest_or(*place, "export.output")).export
     return export_folder(source, output, config.target.model)
-
-
-def newest_or(config: Config, key: str) -> RunDir:
-    """The run's newest attempt, into which results go.  Raises InputError naming the key that makes it unnecessary."""
-    try:
-        return newest(config.runs_dir, config.name)
-    except InputError as error:
-        raise InputError(f"{error}, or set {key} to a folder for the result") from error
 
 
 def export_folder(source: Path, output: Path, target_name: str) -> Path:

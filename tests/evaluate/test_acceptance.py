@@ -24,6 +24,7 @@ from draftsmith.evaluate.acceptance import (
     render,
 )
 from draftsmith.records import Answer
+from draftsmith.rundir import create
 from draftsmith.target.model import drafter_spec
 from draftsmith.train.loop import train
 
@@ -187,6 +188,38 @@ def test_evaluate_refuses_what_it_cannot_measure(trained, target_folder, tmp_pat
     tokenize(other)
     refused("no held-out documents", f"data_dir={other.data}")
     assert len(Store(other.store)) == 12
+
+
+def test_with_drafter_and_output_named_no_run_is_needed(trained, target_folder, tmp_path):
+    _, run = trained
+    path, out = run.checkpoint(6), tmp_path / "results" / "here"
+    settings = (f"evaluate.drafter={path}", f"runs_dir={tmp_path / 'none'}")
+    config = make_config(target_folder, tmp_path, *settings, f"evaluate.output={out}")
+    first = evaluate(config)
+    assert first["evaluated"] == str(path) and not (tmp_path / "none").exists()
+    evaluate(config)
+    names = ["step_00000006-t0-2.json", "step_00000006-t0-2.txt", "step_00000006-t0.json", "step_00000006-t0.txt"]
+    assert sorted(p.name for p in out.iterdir()) == names and not run.evaluation.exists()
+    with pytest.raises(InputError, match=r"no run in .*or set evaluate\.output$"):
+        evaluate(make_config(target_folder, tmp_path, *settings))
+    with pytest.raises(InputError, match=r"no run in .*or set evaluate\.drafter$"):
+        evaluate(make_config(target_folder, tmp_path, settings[1], f"evaluate.output={out}"))
+
+
+def test_a_folder_for_results_that_cannot_be_made_is_refused_before_the_work(trained, target_folder, tmp_path, monkeypatch):  # fmt: skip
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(acceptance, "plain_answers", lambda *args: pytest.fail("the work began"))
+    with pytest.raises(InputError, match="cannot make the folder"):
+        evaluate(make_config(target_folder, tmp_path, f"evaluate.output={tmp_path / 'file' / 'results'}"))
+
+
+def test_an_attempt_without_a_checkpoint_is_passed_over_aloud(trained, target_folder, tmp_path, capsys):
+    config, run = trained
+    create(config.runs_dir, config.name, new_attempt=True)
+    capsys.readouterr()
+    assert evaluate(config)["evaluated"] == str(run.checkpoint(6))
+    assert f"attempt_2 has no checkpoint: taking {run.checkpoint(6)}\n" in capsys.readouterr().out
+    assert (run.evaluation / "step_00000006-t0.json").is_file()  # beside the checkpoint that was measured
 
 
 def test_render_has_a_column_for_each_drafter(stored, target):

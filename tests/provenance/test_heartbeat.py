@@ -188,6 +188,14 @@ def test_worst_process_speaks_for_the_run(run):
     assert run_state(run).how == "crashed" and "rank 1: crashed (the others: finished)" in run_state(run).detail
 
 
+def test_processes_that_fared_alike_need_no_telling_apart(run):
+    sign(run)
+    for rank in (0, 1):
+        write_exit(run, rank, "finished")
+        run.sign_of_life(rank).write_text(run.sign_of_life(0).read_text())
+    assert run_state(run) == heartbeat.State("finished")
+
+
 def test_it_beats_by_itself_and_costs_next_to_nothing(run):
     heart = Heartbeat(run, 0, seconds=0.05, sample=lambda before: (before or 0) + 1)
     heart.start()

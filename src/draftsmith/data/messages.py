@@ -357,8 +357,17 @@ def has_lone_surrogate(text: str) -> bool:
 
 def conversation_key(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> bytes:
     """16 bytes that name what is said by whom, and the tools: two conversations with one key are duplicates."""
-    content = json.dumps([messages, tools] if tools else messages, sort_keys=True)
-    return hashlib.blake2b(content.encode("ascii"), digest_size=16).digest()
+    digest = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        rest = {k: v for k, v in message.items() if k != "content"}
+        content = str(message.get("content", "")).encode("utf-8", "surrogatepass")
+        # lengths first: no two conversations are one string of bytes
+        told = message["role"] if len(rest) == 1 and "role" in rest else json.dumps(rest, sort_keys=True)
+        digest.update(f"{told} {len(content)}:".encode())
+        digest.update(content)
+    if tools:
+        digest.update(json.dumps(tools, sort_keys=True).encode("ascii"))
+    return digest.digest()
 
 
 def prompt_digest(prompt: Prompt) -> str:

@@ -25,13 +25,13 @@ from draftsmith.data.store import Document, Store
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
-from draftsmith.export import load_drafter, newest_or
-from draftsmith.files import write_text
+from draftsmith.export import load_drafter
+from draftsmith.files import make_folder, write_text
 from draftsmith.progress import Progress
 from draftsmith.records import Answer
 from draftsmith.rundir import RunDir
 from draftsmith.target.model import Target, drafter_spec, load_target
-from draftsmith.train.checkpoint import default_checkpoint, newest_checkpoint
+from draftsmith.train.checkpoint import default_checkpoint, newest_checkpoint, newest_or
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def evaluate(config: Config, target: Target | None = None, run: RunDir | None = 
     prompts = heldout_prompts(store, settings.prompts)
     target = target or load_target(config.target, config.device)
     drafter = load_drafter(path, target)
+    make_folder(folder)  # before the work, not after it
     plain = plain_answers(target, prompts, settings.max_new_tokens, settings.temperature, settings.seed)
     drafters = [("trained", drafter)]
     if settings.untrained:
@@ -188,11 +189,11 @@ def evaluate(config: Config, target: Target | None = None, run: RunDir | None = 
 
 def drafter_and_folder(config: Config, run: RunDir | None = None, *, drafter: bool = True) -> tuple[Path | None, Path]:
     """The drafter to measure (None if none is wanted) and the folder for results; looks for a run only if it must."""
-    path, folder = config.evaluate.drafter, config.evaluate.output
+    path, folder, place = config.evaluate.drafter, config.evaluate.output, (config.runs_dir, config.name)
     if drafter and path is None:
-        run, path = (run, newest_checkpoint(run)) if run else default_checkpoint(config.runs_dir, config.name)
+        run, path = (run, newest_checkpoint(run)) if run else default_checkpoint(*place, "evaluate.drafter")
     if folder is None:
-        folder = (run or newest_or(config, "evaluate.output")).evaluation
+        folder = (run or newest_or(*place, "evaluate.output")).evaluation
     return path if drafter else None, folder
 
 

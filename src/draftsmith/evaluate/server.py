@@ -20,7 +20,7 @@ from draftsmith.data.store import Document, Store
 from draftsmith.errors import InputError
 from draftsmith.evaluate.acceptance import drafter_and_folder, heldout_prompts, measure, plain_answers, unused
 from draftsmith.export import load_drafter
-from draftsmith.files import write_text
+from draftsmith.files import make_folder, write_text
 from draftsmith.progress import Progress
 from draftsmith.target.model import load_target
 
@@ -61,6 +61,7 @@ def evaluate_server(config: Config, url: str, *, reference: bool = True, timeout
         if path is not None:  # a drafter that does not fit is noticed before the server is asked
             target = load_target(config.target, config.device)
             drafter = load_drafter(path, target)
+        make_folder(folder)
         ask = ask_vllm if facts["kind"] == "vllm" else ask_sglang
         served = ask(client, facts, prompts, settings.max_new_tokens, settings.temperature)
     result: dict[str, Any] = {

@@ -119,7 +119,7 @@ def run_state(run: RunDir) -> State:
     states = {rank: rank_state(run, rank) for rank in ranks}
     rank = min(ranks, key=lambda r: WORST_FIRST.index(states[r].how))
     state = states[rank]
-    if len(ranks) == 1:
+    if len(ranks) == 1 or all(s == state for s in states.values()):
         return state
     others = sorted({s.how for r, s in states.items() if r != rank})
     return State(state.how, f"rank {rank}: {state.detail} (the others: {', '.join(others)})", state.traceback)

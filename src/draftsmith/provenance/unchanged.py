@@ -72,5 +72,5 @@ def results(before: dict[str, Any], after: dict[str, Any]) -> Iterable[tuple[str
     for figure in ("steps", "loss", "heldout_loss", "accepted_length"):
         if old.get(figure) is not None and new.get(figure) is not None and old[figure] != new[figure]:
             yield figure, f"{old[figure]}", f"{new[figure]}"
-    if old.get("tokens_per_s") and new.get("tokens_per_s"):
+    if old.get("tokens_per_s") and new.get("tokens_per_s") and old["tokens_per_s"] != new["tokens_per_s"]:
         yield "tokens/s (median)", f"{old['tokens_per_s']['p50']:.0f}", f"{new['tokens_per_s']['p50']:.0f}"

@@ -202,9 +202,17 @@ def newest_checkpoint(run: RunDir) -> Path:
     )
 
 
-def default_checkpoint(runs_dir: Path, name: str) -> tuple[RunDir, Path]:
+def newest_or(runs_dir: Path, name: str, key: str) -> RunDir:
+    """The newest attempt.  Raises InputError if there is none, naming the key that makes it unnecessary."""
+    try:
+        return newest(runs_dir, name)
+    except InputError as error:
+        raise InputError(f"{error}, or set {key}") from error
+
+
+def default_checkpoint(runs_dir: Path, name: str, key: str) -> tuple[RunDir, Path]:
     """`newest_checkpoint` of a run, with the attempt that it belongs to: what is made of it goes there."""
-    path = newest_checkpoint(newest(runs_dir, name))
+    path = newest_checkpoint(newest_or(runs_dir, name, key))
     return RunDir(path.parent.parent), path
 
 

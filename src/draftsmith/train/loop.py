@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import resource
 import signal
 from collections import Counter
@@ -163,7 +164,14 @@ def train(
         plan = prepare(config, target, world)
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
-            return serve(world, plan.loader, extract, plan.heldout_rows, config.placement.run_ahead)
+            begin = world.read("begin")
+            served = RunDir(Path(begin["run"]))
+            with recorder.recording(served):
+                recorder.built({"role": "target", "pins": plan.pins}, model_folder(config.target), config.store)
+                all_taken = serve(world, plan.loader, extract, plan.heldout_rows, begin, config.placement.run_ahead)
+            if not all_taken:  # rows that nobody will take are under way; their threads cannot be ended otherwise
+                os._exit(0)
+            return served
         source_checkpoint: Path | None = None
         passed_over: list[str] = []
         if resume is not None:

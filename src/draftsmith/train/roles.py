@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from draftsmith.data.loader import Loader
 from draftsmith.records import PackedRow
-from draftsmith.rundir import RunDir
 from draftsmith.target.features import FeatureSource
 from draftsmith.target.model import FeatureExtractor
 from draftsmith.train.dist import World
@@ -41,22 +38,23 @@ class KnownRows:
 
 
 def serve(
-    world: World, loader: Loader, extract: FeatureExtractor, heldout_rows: Sequence[PackedRow], run_ahead: int
-) -> RunDir:
-    """A target's whole life: features of its rows, in order, until all are sent or the drafters stop."""
+    world: World, loader: Loader, extract: FeatureExtractor, heldout_rows: Sequence[PackedRow],
+    begin: Mapping[str, Any], run_ahead: int,
+) -> bool:  # fmt: skip
+    """A target's whole life: features of its rows, in order; False if the drafters stopped before all were sent.
+
+    begin: what rank 0 published: first and last row of the run.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the drafters decide when to stop, and say so
-    begin = world.read("begin")
     if world.index == 0:
         send_heldout([extract.row(row) for row in heldout_rows if row.anchor_count])
     rows = rows_of_target(begin["first"], begin["last"], world.targets, world.index)
     try:
         serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), extract.row)
     except Stopped:
-        # rows that nobody will take are still under way, and threads that wait for them cannot be ended otherwise
-        sys.stdout.flush()
-        os._exit(0)
-    return RunDir(Path(begin["run"]))
+        return False
+    return True
 
 
 def with_anchors(loader: Loader, rows: Iterator[int]) -> Iterator[tuple[int, PackedRow]]:
@@ -104,7 +102,7 @@ class Clock:
     """
 
     def __init__(self, world: World, source: FeatureSource, device: torch.device) -> None:
-        self.world = world
+        self.world, self.device = world, device
         self.features = TimedFeatures(source, device)
         self.parts: dict[str, float] = {}
         self.checkpoints = 0
@@ -123,6 +121,8 @@ class Clock:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What runs inside is that part of the time, and not compute."""
+        if name in PAUSES and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # steps still queued are training, not part of the pause
         begin, compiled = time.monotonic(), compile_seconds()
         try:
             yield
