@@ -27,7 +27,7 @@ format: .venv/installed
 .venv/installed: pyproject.toml constraints.txt requirements-demo.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q --disable-pip-version-check $(TORCH_PIP_ARGS) -c constraints.txt torch
-	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev]'
+	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[demo,dev,tracking]'
 	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements-demo.txt
 	touch .venv/installed
 

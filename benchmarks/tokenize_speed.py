@@ -136,25 +136,18 @@ def main() -> None:
     recipe = recipe_of(config, load_tokenizer(config.target))
     texts: list[str] = []
     worker = Worker(recipe)
-    encode = worker.tokenizer.encode_batch
+    encode = worker.encoder.encode
 
-    class Listening:
-        """The worker's tokenizer, noting down the texts that it is given."""
+    def listening(some: list[str], spans: list):
+        """The worker's encoder, noting down the texts of whole chunks."""
+        texts.extend(some if len(some) > 1 else ())
+        return encode(some, spans)
 
-        def encode_batch(self, some: list[str], **kwargs: bool):
-            texts.extend(some)
-            return encode(some, **kwargs)
-
-        def encode(self, *args, **kwargs):
-            return worker_encode(*args, **kwargs)
-
-    worker_encode = worker.tokenizer.encode
-    worker.tokenizer = Listening()  # type: ignore[assignment]
+    worker.encoder.encode = listening  # type: ignore[method-assign]
     for chunk in read_chunks(args.conversations, "conversations"):
         worker.chunk(chunk)
-    tokens = sum(
-        len(e) for i in range(0, len(texts), 512) for e in encode(texts[i : i + 512], add_special_tokens=False)
-    )
+    plain = worker.tokenizer.encode_batch
+    tokens = sum(len(e) for i in range(0, len(texts), 512) for e in plain(texts[i : i + 512], add_special_tokens=False))
     print(f"{len(texts)} texts, {tokens} tokens", flush=True)
     few = work / "few.jsonl"
     usable = (x for x in args.conversations.open(encoding="utf-8") if json.loads(x).get("conversations"))
@@ -169,13 +162,13 @@ def main() -> None:
     for repeat in range(args.repeats):
         begin, used = time.perf_counter(), cpu_seconds()
         tokenize(config.model_copy(update={"data_dir": work / str(repeat)}))
-        whole = time.perf_counter() - begin
-        begin = time.perf_counter()
+        whole, whole_cpu = time.perf_counter() - begin, cpu_seconds() - used
+        begin, used = time.perf_counter(), cpu_seconds()
         tokenize(nothing.model_copy(update={"data_dir": work / f"nothing-{repeat}"}))
         startup.append(time.perf_counter() - begin)
         ours.append(tokens / (whole - startup[-1]))
         with_startup.append(tokens / whole)
-        cpu["ours"].append(cpu_seconds() - used)
+        cpu["ours"].append(whole_cpu - (cpu_seconds() - used))
         for name, speeds, bare in (("threads", threads, bare_threads), ("processes", processes, bare_processes)):
             used = cpu_seconds()
             speeds.append(tokens / bare(recipe.tokenizer, texts, args.processes))
@@ -197,6 +190,9 @@ def main() -> None:
         "peer_tokens_per_s": round(statistics.median(peer)) if peer else None,
         "each": {k: [round(x) for x in v] for k, v in (("ours", ours), ("threads", threads),
                                                        ("processes", processes), ("peer", peer))},
+        "share_by_cpu_time": round(
+            min(statistics.median(cpu[n]) for n in ("threads", "processes")) / statistics.median(cpu["ours"]), 3
+        ),
         "cpu_seconds": {name: round(statistics.median(x), 1) for name, x in cpu.items()},
         "startup_seconds": round(statistics.median(startup), 1),
         "tokens_per_s_with_startup": round(statistics.median(with_startup)),

@@ -13,7 +13,8 @@ from test_tokenize import CHAT, line, model_folder, run, say, slow, supervised_t
 from tokenizers import Tokenizer
 
 from draftsmith.config import TargetConfig
-from draftsmith.data.documents import agrees, cut_windows, most_characters, spans_to_tokens, token_spans
+from draftsmith.data.documents import agrees, cut_windows, most_characters
+from draftsmith.data.spans import SpanEncoder, spans_to_tokens, token_bytes, token_spans
 from draftsmith.data.store import Document, Store, describe
 from draftsmith.data.tokenize import tokenize
 from draftsmith.errors import InputError
@@ -50,6 +51,39 @@ def test_asking_for_a_boundary_equals_the_table_of_offsets(tmp_path, merges):
         assert token_spans(encoding, ends) == spans_to_tokens(encoding.offsets, ends)
     assert kinds == {True, False}
     assert token_spans(tokenizer.encode(""), [(0, 0)]) == [(0, 0)]
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}, {"type": "NFKC"}])
+@pytest.mark.parametrize("merges", [False, True])
+def test_counting_bytes_equals_the_table_of_offsets(tmp_path, merges, normalizer):
+    """Ids and spans, of random texts with characters that a normalizer changes."""
+    model_folder(tmp_path, merges=merges)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer = Tokenizer.from_str(json.dumps({**content, "normalizer": normalizer}))
+    assert (token_bytes(tokenizer) is None) == (normalizer == {"type": "NFKC"})
+    encoder, rng = SpanEncoder(tokenizer), np.random.default_rng(0)
+    pieces = [
+        "four",
+        "é",
+        "e\u0301",
+        "\ufb01",
+        "😀",
+        "日本",
+        "\n\n",
+        "  ",
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "a",
+    ]
+    texts = ["", *("".join(rng.choice(pieces, size=int(rng.integers(1, 12)))) for _ in range(600))]
+    spans = [[tuple(c) for c in np.sort(rng.integers(0, len(x) + 1, size=4)).reshape(2, 2).tolist()] for x in texts]
+    kinds = set()
+    for text, wanted, found in zip(texts, spans, encoder.encode(texts, spans), strict=True):
+        plain = tokenizer.encode(text, add_special_tokens=False)
+        assert found.ids.tolist() == plain.ids and found.ids.dtype == np.int32
+        assert found.spans == spans_to_tokens(plain.offsets, wanted), (text, wanted)
+        kinds.add(found.spans is None)
+    assert kinds == {True, False}
 
 
 # ---- whose answers

@@ -12,8 +12,9 @@ from conftest import SPECIAL, TEMPLATE, make_config, write_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from draftsmith.config import Config, TargetConfig
-from draftsmith.data.documents import end_at_stop, is_heldout, spans_to_tokens
+from draftsmith.data.documents import end_at_stop, is_heldout
 from draftsmith.data.messages import read_conversations, read_jsonl
+from draftsmith.data.spans import spans_to_tokens
 from draftsmith.data.store import Store
 from draftsmith.data.tokenize import fingerprint, tokenize
 from draftsmith.errors import InputError

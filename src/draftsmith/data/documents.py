@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from jinja2 import TemplateError
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from draftsmith.data.messages import (
     BadLine,
@@ -26,12 +26,11 @@ from draftsmith.data.messages import (
     parse_lines,
 )
 from draftsmith.data.render import ChatTemplate, Rendered, RewritesHistory
+from draftsmith.data.spans import Encoded, SpanEncoder
 from draftsmith.data.store import Document, record_batch
 from draftsmith.errors import InputError
 from draftsmith.records import Conversation
 
-FEW_SPANS = 16
-"""Asking for a boundary takes time in proportion to the tokens before it: for more spans the table is quicker."""
 OVERLAP = 8
 """A window of n tokens begins n // OVERLAP tokens before the end of the one before."""
 
@@ -94,6 +93,7 @@ class Worker:
         self.tokenizer = Tokenizer.from_str(recipe.tokenizer)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
+        self.encoder = SpanEncoder(self.tokenizer)
         self.most_chars = most_characters(self.tokenizer, recipe.settings.max_tokens)
 
     def chunk(self, chunk: Chunk) -> Made:
@@ -107,8 +107,8 @@ class Worker:
                     made.counts[str(reason)] += 1
                 except TemplateError as error:
                     made.bad.append(f"{where}: the chat template refuses {conversation.id!r}: {error}")
-            texts = [r.text for _, _, renderings in rendered for r in renderings]
-            encodings = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+            every = [r for _, _, renderings in rendered for r in renderings]
+            encodings = self.encoder.encode([r.text for r in every], [r.spans for r in every])
             documents: list[tuple[bytes, Document]] = []
             for key, conversation, renderings in rendered:
                 note: Counter[str] = Counter()
@@ -205,11 +205,11 @@ class Worker:
         )
 
     def _documents(
-        self, conversation: Conversation, rendered: Rendered, encoding: Encoding, file: str, counts: Counter[str]
+        self, conversation: Conversation, rendered: Rendered, encoded: Encoded, file: str, counts: Counter[str]
     ) -> list[Document] | str:
         """The documents of one rendering, or the reason why there are none."""
         settings, limit, whole = self.settings, self.settings.max_tokens, len(rendered.spans)
-        spans = token_spans(encoding, rendered.spans)
+        tokens, spans = encoded.ids, encoded.spans
         if spans is None:
             return "answer_boundary_inside_a_token"
         if settings.long_documents == "turns" and spans[0][0] >= limit:
@@ -219,16 +219,15 @@ class Worker:
                 f"{file}: the prompt of {conversation.id!r} has {spans[0][0]} tokens, a document holds {limit} "
                 f"(train.row_tokens, tokenize.max_tokens): raise them or set tokenize.long_prompt=drop"
             )
-        if len(encoding) > limit and settings.long_documents == "refuse":
+        if len(tokens) > limit and settings.long_documents == "refuse":
             raise InputError(
-                f"{file}: {conversation.id!r} has {len(encoding)} tokens, a document holds {limit} (train.row_tokens, "
+                f"{file}: {conversation.id!r} has {len(tokens)} tokens, a document holds {limit} (train.row_tokens, "
                 f"tokenize.max_tokens) and tokenize.long_documents is refuse"
             )
-        if len(encoding) > limit and settings.long_documents == "turns":
+        if len(tokens) > limit and settings.long_documents == "turns":
             if (shorter := self._shorten(rendered, spans)) is None:
                 return "too_long"
-            rendered, encoding, spans = shorter
-        tokens = np.array(encoding.ids, dtype=np.int32)
+            tokens, spans = shorter
         answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
         per_turn = whole == 1 < len(answers)
         own = set(answers if conversation.generated is None else conversation.generated)
@@ -255,18 +254,16 @@ class Worker:
         counts["cut_into_windows"] += 1
         return windows or "no_supervised_tokens"
 
-    def _shorten(
-        self, rendered: Rendered, spans: Sequence[tuple[int, int]]
-    ) -> tuple[Rendered, Encoding, list[tuple[int, int]]] | None:
-        """Ending after the last answer that fits, tokenized anew: a shorter text need not give a shorter prefix."""
+    def _shorten(self, rendered: Rendered, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, Any] | None:
+        """Ids and spans ending after the last answer that fits, tokenized anew: a shorter text need not give a shorter
+        prefix."""
         for count in range(len(spans) - 1, 0, -1):
             if spans[count - 1][1] > self.settings.max_tokens + 8:
                 continue
-            shorter = Rendered(rendered.text[: rendered.spans[count - 1][1]], rendered.spans[:count])
-            encoding = self.tokenizer.encode(shorter.text, add_special_tokens=False)
-            if len(encoding) <= self.settings.max_tokens:
-                found = token_spans(encoding, shorter.spans)
-                return None if found is None else (shorter, encoding, found)
+            text = rendered.text[: rendered.spans[count - 1][1]]
+            (encoded,) = self.encoder.encode([text], [rendered.spans[:count]])
+            if len(encoded.ids) <= self.settings.max_tokens:
+                return None if encoded.spans is None else (encoded.ids, encoded.spans)
         return None
 
 
@@ -286,44 +283,6 @@ def agrees(length: int, conversation: Conversation, turns: int) -> bool:
     as generated, others do not; it is supervised."""
     least = length - turns if conversation.finish_reason == "stop" else length - turns + 1
     return conversation.completion_tokens in (length, least)
-
-
-def token_spans(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Character ranges to token ranges; None if a range begins or ends inside a token.
-
-    Asks the encoding for the few boundaries instead of bringing every token's offsets into Python, which would cost a
-    tenth of the tokenization; same results as `spans_to_tokens`, which does what is not that simple.
-    """
-    if len(spans) > FEW_SPANS or len(encoding) == 0:
-        return spans_to_tokens(encoding.offsets, spans)
-    ask: Any = encoding  # its stub says that any answer may be None
-    end_of_text, out = ask.token_to_chars(len(encoding) - 1)[1], []
-    for span in spans:
-        pair = []
-        for at in span:
-            token = ask.char_to_token(at) if at < end_of_text else len(encoding)
-            if token is None or (token > 0 and ask.token_to_chars(token - 1)[0] >= at):
-                return spans_to_tokens(encoding.offsets, spans)
-            if token < len(encoding) and ask.token_to_chars(token)[0] < at:
-                return None
-            pair.append(token)
-        out.append((pair[0], pair[1]))
-    return out
-
-
-def spans_to_tokens(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]] | None:
-    """As token_spans, from (begin, end) of each token in characters."""
-    table = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    begin, end = table[:, 0], table[:, 1]
-    out = []
-    for s, e in spans:
-        first, last = int(np.searchsorted(begin, s)), int(np.searchsorted(begin, e))
-        if (first > 0 and end[first - 1] > s) or (last > 0 and end[last - 1] > e):
-            return None
-        out.append((first, last))
-    return out
 
 
 def end_at_stop(tokens: np.ndarray, start: int, end: int, eos: Sequence[int], *, keep_stop: bool) -> tuple[int, int]:
