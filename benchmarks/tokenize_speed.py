@@ -4,8 +4,8 @@
     python benchmarks/tokenize_speed.py --model MODEL --conversations FILE.jsonl --peer .peers/specforge
 
 Measured, each `--repeats` times in turn, medians taken, the same number of processes for all:
-  ours     the whole stage: reading, parsing, duplicates, rendering, encoding, spans, writing, hashing, syncing; less
-           the time that it takes for a single conversation (starting processes), which is given by itself
+  ours     the whole stage: reading, parsing, duplicates, rendering, encoding, spans, writing, hashing, syncing; of
+           what the whole file has more than a short piece of it, so that starting processes is left out
   bare     `encode_batch` of the rendered texts and nothing else: in one process with as many threads, and in as many
            single-threaded processes; the faster of the two counts
   peer     SpecForge's GeneralParser (rendering, ids, loss mask) on every n-th of the same conversations, in as many
@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from tokenizers import Tokenizer
 
 from draftsmith.config import parse_config
 from draftsmith.data.documents import Worker
-from draftsmith.data.messages import read_chunks
+from draftsmith.data.messages import CHUNK_BYTES, read_chunks
 from draftsmith.data.tokenize import recipe_of, tokenize
 from draftsmith.target.model import load_tokenizer
 
@@ -144,34 +145,45 @@ def main() -> None:
         return encode(some, spans)
 
     worker.encoder.encode = listening  # type: ignore[method-assign]
-    for chunk in read_chunks(args.conversations, "conversations"):
-        worker.chunk(chunk)
     plain = worker.tokenizer.encode_batch
-    tokens = sum(len(e) for i in range(0, len(texts), 512) for e in plain(texts[i : i + 512], add_special_tokens=False))
+
+    def count(path: Path) -> int:
+        """Tokens of what a file holds, its texts noted down."""
+        texts.clear()
+        for chunk in read_chunks(path, "conversations"):
+            worker.chunk(chunk)
+        parts = (texts[i : i + 512] for i in range(0, len(texts), 512))
+        return sum(len(e) for part in parts for e in plain(part, add_special_tokens=False))
+
+    tokens = count(args.conversations)
+    whole_texts = list(texts)
     print(f"{len(texts)} texts, {tokens} tokens", flush=True)
     few = work / "few.jsonl"
     usable = (x for x in args.conversations.open(encoding="utf-8") if json.loads(x).get("conversations"))
     chosen = (x for i, x in enumerate(usable) if i % args.peer_share == 0)
     first = ("human", "user", "system")
     few.write_text("".join(x for x in chosen if json.loads(x)["conversations"][0]["from"] in first), encoding="utf-8")
-    one = work / "one.jsonl"
-    one.write_text(few.read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
-    nothing = config.model_copy(update={"tokenize": config.tokenize.model_copy(update={"conversations": one})})
-    ours, threads, processes, peer, startup, with_startup = [], [], [], [], [], []
+    short = work / "short.jsonl"  # enough of it that every process gets a piece
+    with args.conversations.open("rb") as handle:
+        short.write_bytes(b"".join(handle.readlines(args.processes * CHUNK_BYTES)))
+    first = config.model_copy(update={"tokenize": config.tokenize.model_copy(update={"conversations": short})})
+    short_tokens = count(short)
+    more = tokens - short_tokens
+    ours, threads, processes, peer, short_seconds, whole_speed = [], [], [], [], [], []
     cpu: dict[str, list[float]] = {"ours": [], "threads": [], "processes": []}
     for repeat in range(args.repeats):
         begin, used = time.perf_counter(), cpu_seconds()
         tokenize(config.model_copy(update={"data_dir": work / str(repeat)}))
         whole, whole_cpu = time.perf_counter() - begin, cpu_seconds() - used
         begin, used = time.perf_counter(), cpu_seconds()
-        tokenize(nothing.model_copy(update={"data_dir": work / f"nothing-{repeat}"}))
-        startup.append(time.perf_counter() - begin)
-        ours.append(tokens / (whole - startup[-1]))
-        with_startup.append(tokens / whole)
-        cpu["ours"].append(whole_cpu - (cpu_seconds() - used))
+        tokenize(first.model_copy(update={"data_dir": work / f"short-{repeat}"}))
+        short_seconds.append(time.perf_counter() - begin)
+        ours.append(more / (whole - short_seconds[-1]))
+        whole_speed.append(tokens / whole)
+        cpu["ours"].append((whole_cpu - (cpu_seconds() - used)) * tokens / more)
         for name, speeds, bare in (("threads", threads, bare_threads), ("processes", processes, bare_processes)):
             used = cpu_seconds()
-            speeds.append(tokens / bare(recipe.tokenizer, texts, args.processes))
+            speeds.append(tokens / bare(recipe.tokenizer, whole_texts, args.processes))
             cpu[name].append(cpu_seconds() - used)
         if args.peer:
             peer.append(peer_speed(args.peer, args.model, few, 3072, args.processes))
@@ -194,15 +206,16 @@ def main() -> None:
             min(statistics.median(cpu[n]) for n in ("threads", "processes")) / statistics.median(cpu["ours"]), 3
         ),
         "cpu_seconds": {name: round(statistics.median(x), 1) for name, x in cpu.items()},
-        "startup_seconds": round(statistics.median(startup), 1),
-        "tokens_per_s_with_startup": round(statistics.median(with_startup)),
+        "short_file": {"tokens": short_tokens, "seconds": round(statistics.median(short_seconds), 1)},
+        "tokens_per_s_with_startup": round(statistics.median(whole_speed)),
         "load_average": [round(x, 1) for x in os.getloadavg()],
         "processes": args.processes,
-        "conversations": len(texts),
+        "conversations": len(whole_texts),
         "tokens": tokens,
         "text": args.conversations.name,
     }  # fmt: skip
     print(write_result("tokenize_speed", values))
+    shutil.rmtree(work)
 
 
 if __name__ == "__main__":

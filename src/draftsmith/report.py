@@ -278,6 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"draftsmith report: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OSError) as error:
+        print(f"draftsmith report: a record is damaged ({type(error).__name__}: {error})", file=sys.stderr)
+        return 2
     print(output)
     return 0
 

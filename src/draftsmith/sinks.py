@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from draftsmith import env
 from draftsmith.errors import InputError
+from draftsmith.provenance.masking import masker
 from draftsmith.rundir import RunDir
 
 QUEUE = 4096
@@ -138,6 +139,7 @@ def open_sinks(wanted: Sequence[str], run: RunDir, config: Mapping[str, Any]) ->
     }  # fmt: skip
     if wanted:
         env.offline_tracking(run.tracking)
+        config = masker().tree(dict(config), by_name=True)  # it leaves this machine when it is synced
     return Sinks({name: partial(kinds[name], run, config) for name in wanted})
 
 

@@ -103,8 +103,8 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
     lengths = np.zeros(max([*vocabulary.values(), *added]) + 1, dtype=np.int64)
     for token, number in vocabulary.items():
         lengths[number] = len(token)  # a byte is a character of its own
-    for number, token in added.items():
-        lengths[number] = len(token.content.encode())
+    for number, special in added.items():
+        lengths[number] = len(special.content.encode())
     return lengths
 
 

@@ -113,18 +113,22 @@ def _chunk(hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSp
     """CE, argmax == label, and dCE/dhidden of some rows: all that ever exists of the logits is [C, V]."""
     raw_CV = (hidden_CH @ head_VH.T).to(torch.promote_types(hidden_CH.dtype, torch.float32))
     logits_CV = to_logits(raw_CV, spec)
-    correct_C = (logits_CV.argmax(-1) == labels_C).to(logits_CV.dtype)
-    lse_C = torch.logsumexp(logits_CV, -1)
-    ce_C = lse_C - logits_CV.gather(1, labels_C[:, None]).squeeze(1)
     slope_CV = None
     if spec.final_logit_softcapping is not None:
         slope_CV = 1 - (logits_CV / spec.final_logit_softcapping).square()
-    grad_CV = (logits_CV - lse_C[:, None]).exp_()
+    top_C, best_C = logits_CV.max(-1)
+    correct_C = (best_C == labels_C).to(logits_CV.dtype)
+    picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1) - top_C
+    # one exponential serves both the loss and its gradient, in the memory of the logits
+    grad_CV = logits_CV.sub_(top_C[:, None]).exp_()
+    sum_C = grad_CV.sum(-1)
+    ce_C = sum_C.log() - picked_C
+    grad_CV.div_(sum_C[:, None])
     grad_CV.scatter_add_(1, labels_C[:, None], torch.full_like(ce_C, -1.0)[:, None])
     if slope_CV is not None:
-        grad_CV = grad_CV * slope_CV
+        grad_CV = grad_CV.mul_(slope_CV)
     if spec.output_multiplier is not None:
-        grad_CV = grad_CV * spec.output_multiplier
+        grad_CV = grad_CV.mul_(spec.output_multiplier)
     return ce_C, correct_C, grad_CV.to(hidden_CH.dtype) @ head_VH
 
 

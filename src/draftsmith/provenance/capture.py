@@ -135,7 +135,7 @@ def _masked(manifest: dict[str, Any]) -> Any:
     out = {k: mask.tree(v, k, by_name=k in ("environment", "config")) for k, v in manifest.items()}
     process = manifest["process"]
     if why_unknown(process) is None:
-        out["process"] = {**process, "command": mask.arguments(process["command"])}
+        out["process"]["command"] = mask.arguments(process["command"])
     return out
 
 

@@ -127,6 +127,13 @@ def run_state(run: RunDir) -> State:
 
 def rank_state(run: RunDir, rank: int) -> State:
     """The state of one process, judged from its own last word, else from the machine's process table."""
+    try:
+        return _rank_state(run, rank)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return State("unknown", f"its sign of life is damaged ({type(error).__name__}: {error})")
+
+
+def _rank_state(run: RunDir, rank: int) -> State:
     last = _read(run.exit(rank))
     if last is not None:
         return State(str(last["how"]), str(last.get("detail", "")), last.get("traceback"))

@@ -50,8 +50,8 @@ def list_runs(runs_dir: Path) -> list[Entry]:
             state = run_state(run)
             try:
                 entries.append(Entry(run, state, load_run(run), ""))
-            except InputError as error:
-                entries.append(Entry(run, state, None, str(error)))
+            except (InputError, AttributeError, KeyError, TypeError, ValueError) as error:
+                entries.append(Entry(run, state, None, f"it cannot be read: {error}"))
     return sorted(entries, key=lambda e: e.record.begun if e.record else 0.0)
 
 
@@ -106,7 +106,7 @@ def mark(run: RunDir) -> bool | None:
     """What a person said about a run: good, not good, or nothing."""
     try:
         return bool(json.loads(run.good.read_text(encoding="utf-8"))["good"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -11,6 +11,7 @@ import hmac
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ HARMLESS = {"PWD", "OLDPWD"}
 SHAPES = tuple(
     re.compile(p)
     for p in (
-        r"(?P<secret>\bhf_[A-Za-z0-9]{16,})",
+        r"(?P<secret>-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
+        r"(?P<secret>\bhf_[A-Za-z0-9]{16,}|\bwandb_v1_[A-Za-z0-9_-]{8,})",
         r"(?P<secret>\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,})",
         r"(?P<secret>\b(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,})",
         r"(?P<secret>\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_[A-Za-z0-9_]{20,})",
@@ -35,18 +37,118 @@ SHAPES = tuple(
         r"(?P<secret>\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b)",
         r"(?P<secret>\bAIza[0-9A-Za-z_-]{30,}|\bya29\.[0-9A-Za-z_-]{20,})",
         r"(?P<secret>\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)",
-        r"(?P<secret>-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
         r"(?i)\b(?:bearer|basic)\s+(?P<secret>[A-Za-z0-9._~+/-]{12,}=*)",
-        r"[a-z][a-z0-9+.-]*://(?P<secret>[^\s/@:'\"]*:[^\s/@'\"]+|[^\s/@:'\"]{12,})(?=@)",
-        r"(?i)[?&](?:[a-z_-]*token|[a-z_-]*key|sig|[a-z-]*signature|x-amz-credential|password)=(?P<secret>[^&\s'\"]{6,})",
+        r"(?i)\bauthorization['\"]?\s*[:=]\s*['\"]?(?:token|bearer|basic|apikey|digest|key)\s+(?P<secret>[^\s'\",]{4,})",
+        # user:password@, where the password may hold @ and, if no @ comes before the first /, also /
+        r"\b[a-z][a-z0-9+.-]{0,30}://(?P<secret>[^\s/@:'\"]{0,200}:[^\s/'\"]{1,1000}(?=@)"
+        r"|[^\s/@:'\"]{0,200}:(?!\d{2,5}/)[^\s@'\"]{1,1000}(?=@))",
+        r"\b(?:https?|ftp|socks\w*|git\+https?)://(?P<secret>(?!git@)[^\s/@:'\"]{1,1000})(?=@)",
+        r"\b[a-z][a-z0-9+.-]{0,30}://(?P<secret>[^\s/@:'\"]{12,1000})(?=@)",
+        r"(?i)_proxy['\"]?\s*[:=]\s*['\"]?(?!\w+://)(?P<secret>[^\s'\"/]{1,1000})(?=@)",
+        r"(?i)[?&](?:[a-z_-]*token|[a-z_-]*key|sig|[a-z-]*signature|x-amz-credential|password)=(?P<secret>[^&\s'\"]+)",
         r"(?i)\b(?:accountkey|sharedaccesskey)=(?P<secret>[^;\s'\"]{8,})",
-        # NAME = "literal with a digit": a secret written into source or a config
-        r"(?i)\b[a-z_-]*(?:api[_-]?key|secret|password|passwd|credential|_token|access[_-]?key)[a-z_-]*['\"]?\s*[:=]\s*"
-        r"['\"](?P<secret>(?=[^'\"]*\d)[^'\"\s]{10,})['\"]",
     )
 )
-ASSIGNED = re.compile(r"(?i)\b(?:password|passwd|pwd|secret|token|api[_-]?key)=(?P<secret>[^\s;&'\"]{4,})")
+NAME = (
+    r"(?<![\w.-])(?P<name>-{0,2}(?=[\w.-]{0,60}(?i:token|key|pass|secret|credential|cookie|pw|auth|dsn|signature|bearer))"
+    r"[A-Za-z_][\w.-]{0,80})"
+)
+LINE = r"(?m)^[+\- ]?[ \t]*(?:-[ \t]+)?"
+"""The start of a line, also of one in a unified diff."""
+QUOTED = tuple(
+    re.compile(p)
+    for p in (
+        # name = "...", "name": "...", x["name"] = "...", name: str = "...", name == "..."
+        NAME.replace(r"(?<![\w.-])", r"(?<![\w-])")
+        + r"\\?['\"]?\]?\s*(?::\s*[A-Za-z_][\w.\[\]| ]{0,40}=|[:=!]?=|:|=>)\s*[rbufRBUF]{0,2}"
+        r"(?P<q>\\?(?:'{3}|\"{3}|['\"]))(?P<secret>(?:(?!(?P=q))[^\n]){1,400})(?P=q)",
+        r"(?:get|getenv|setdefault|setenv|putenv)\(\s*['\"](?P<name>[\w.-]{2,80})['\"],\s*(?P<q>['\"])"
+        r"(?P<secret>[^'\"\n]+)(?P=q)",
+        r"['\"](?P<name>[A-Za-z][\w-]{1,60}):[ \t]*(?P<secret>[^\s'\"]+)['\"]",  # a header
+    )
+)
+SHELL = (
+    re.compile(r"(?m)(?:(?<![\w.-])|(?<=^-))(?P<name>[A-Z][A-Z0-9_]{1,80})=(?P<secret>[^\s'\"=;&|)][^\s'\";&|)]*)"),
+    re.compile(LINE + r"(?:export|setx?|ENV|ARG)[ \t]+(?P<name>\w{2,80})[= ](?P<secret>[^\s'\"=][^\s'\";&]*)"),
+)
+_LINE = LINE + r"(?P<name>[A-Za-z_][\w.-]{1,80})[ \t]*SIGN[ \t]*(?P<secret>[^\s'\"=][^\s'\"]*)[ \t]*(?:#.*)?\r?$"
+"""YAML, ini, toml and .env without quotes, also Python: see `_plain`."""
+COLON_LINE, EQUALS_LINE = (re.compile(_LINE.replace("SIGN", sign)) for sign in ":=")
+ASSIGNED = re.compile(NAME + r"(?:=|:[ \t]*)(?P<secret>[^\s;&'\"=][^\s;&'\"]*)")
+FLAG = re.compile(r"(?<![\w-])(?P<name>--?[A-Za-z][\w.-]{1,80})[ \t]+(?P<secret>[^\s;&'\"][^\s;&'\"]*)")
 """Only outside source code, where `token=value` is no secret."""
+
+STRONG = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|(?:ACCESS|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)_KEY"
+    r"|(?:HF|HUB|HUGGINGFACE|GITHUB|GITLAB|GH|WANDB|ACCESS|AUTH|BEARER|API|SESSION|REFRESH)_?TOKEN"
+)
+NO_VALUE = re.compile(r"\$?\{.*\}|\$\w+|\$\(.*|%\(?\w+\)?[sd]?|<.*>|\*+|\.+|(?i:none|null|true|false|empty)")
+"""Stands for a value that is elsewhere, or for none."""
+CODE = re.compile(
+    r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+[,:]?|[\w.]+(?:\[.*[\]\[,]|\(.*[)(,]).*|[\[({\\|].*|.*,|[-+]?[\d._]+(?:e[-+]?\d+)?"
+    r"|(?:str|bytes|bool|object|int|float|any)|(?i:u?int|b?float|complex|tensor)\d+(?:_t)?|[A-Z][a-z]+(?:[A-Z][a-z]+)*"
+)
+
+
+def _quoted(name: str, value: str) -> bool:
+    """Is name = "value" a secret?"""
+    upper = _upper(name)
+    if NO_VALUE.fullmatch(value) or (re.fullmatch(r"[A-Z][A-Z0-9_]*|--?[a-z_-]+", value) and secret_name(value)):
+        return False
+    if STRONG.search(upper):
+        return len(value) >= 4
+    if not re.fullmatch(r"[A-Za-z0-9_+/=~.!#$%^&*?-]+", value) or not _mixed(value):
+        return False
+    if upper.endswith(("KEY", "KEYS")):
+        return len(value) >= 24 and sum(c.isdigit() for c in value) >= 3 and "." not in value
+    return len(value) >= (6 if upper.endswith(("PASS", "PW", "PWD")) else 8)
+
+
+def _plain(name: str, value: str) -> bool:
+    """Is the line `name: value` a secret, and not code?"""
+    if "PASS" in _upper(name) and re.fullmatch(r"\d{6,}", value):
+        return True
+    if NO_VALUE.fullmatch(value) or CODE.fullmatch(value):
+        return False
+    if _mixed(value):
+        return len(value) >= (6 if STRONG.search(_upper(name)) else 12)
+    return bool(STRONG.search(_upper(name))) and len(value) >= 8 and not re.fullmatch(r"\w*_\w*", value)
+
+
+def _plain_equals(name: str, value: str) -> bool:
+    """`name = value`: a word without a digit is a variable there."""
+    return (_mixed(value) or not value.isidentifier()) and _plain(name, value)
+
+
+def _shell(name: str, value: str) -> bool:
+    return not NO_VALUE.fullmatch(value) and not re.fullmatch(r"\d{1,5}|\$.*|[A-Za-z_]\w*\(.*", value)
+
+
+def _assigned(name: str, value: str) -> bool:
+    upper = _upper(name)
+    if NO_VALUE.fullmatch(value) or (CODE.fullmatch(value) and not STRONG.search(upper)):
+        return False
+    if STRONG.search(upper):
+        return True
+    if name.startswith("-"):
+        return not value.startswith("--")
+    return len(value) >= 4 and (upper in ("TOKEN", "PASS", "PW", "PWD") or (_mixed(value) and len(value) >= 6))
+
+
+def _mixed(value: str) -> bool:
+    return any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
+
+
+def _upper(name: str) -> str:
+    return name.strip("-+~").upper().replace("-", "_").replace(".", "_")
+
+
+Rule = tuple[re.Pattern[str], Callable[[str, str], bool]]
+IN_SOURCE: tuple[Rule, ...] = (
+    *((pattern, _quoted) for pattern in QUOTED), *((pattern, _shell) for pattern in SHELL), (COLON_LINE, _plain),
+    (EQUALS_LINE, _plain_equals),
+)  # fmt: skip
+ELSEWHERE: tuple[Rule, ...] = (*IN_SOURCE, (ASSIGNED, _assigned), (FLAG, _assigned))
 
 
 class Masker:
@@ -59,54 +161,105 @@ class Masker:
     def mask(self, value: str) -> str:
         if MASK.fullmatch(value):
             return value
-        return f"<masked {self.name}:{hmac.new(self.salt, value.encode(), hashlib.sha256).hexdigest()[:12]}>"
+        digest = hmac.new(self.salt, value.encode(errors="backslashreplace"), hashlib.sha256).hexdigest()
+        return f"<masked {self.name}:{digest[:12]}>"
 
     def text(self, value: str, *, source: bool = False) -> str:
         """Mask what looks like a secret inside a text.  source: it is program text."""
-        for shape in SHAPES if source else (*SHAPES, ASSIGNED):
-            value = shape.sub(self._replace, value)
-        return value
+        return _Text(self, value).masked(IN_SOURCE if source else ELSEWHERE)
 
     def named(self, name: str, value: str) -> str:
         """Mask the whole value if its name says that it is a secret, else what looks like one inside it."""
-        return self.mask(value) if value and secret_name(name) else self.text(value)
+        if value and secret_name(name):
+            return self.mask(value)
+        user, at, host = value.rpartition("@")
+        if at and "://" not in value and _upper(name).endswith("PROXY"):
+            return f"{self.mask(user)}@{host}"
+        return self.text(value)
 
     def arguments(self, argv: list[str]) -> list[str]:
-        """A command line: `--key VALUE` and `key=VALUE`."""
+        """A command line: `--key VALUE`, `key=VALUE` and `--key:VALUE`."""
         out: list[str] = []
         for i, argument in enumerate(argv):
-            name, equals, value = argument.partition("=")
+            given = re.fullmatch(r"([+~\w.-]+)([=:])(.+)", argument, re.DOTALL)
             before = argv[i - 1] if i else ""
-            if before.startswith("-") and "=" not in before and secret_name(before) and not argument.startswith("-"):
+            flag = before.startswith("-") and not re.search(r"[=:\s]", before) and secret_name(before)
+            if flag and argument and not argument.startswith("--"):
                 out.append(self.mask(argument))
-            elif equals and secret_name(name):
-                out.append(f"{name}={self.mask(value)}")
+            elif given and (given[2] == "=" or argument.startswith("-")) and secret_name(given[1]):
+                out.append(f"{given[1]}{given[2]}{self.mask(given[3])}")
             else:
                 out.append(self.text(argument))
         return out
 
-    def tree(self, value: Any, name: str = "", *, by_name: bool = False) -> Any:
-        """Every string of a JSON tree; by_name: also by the keys above it.  Texts of programs are under the keys
-        `diff`, `text` and `traceback`."""
+    def tree(self, value: Any, name: str = "", *, by_name: bool = False, secret: bool = False) -> Any:
+        """Every string and key of a JSON tree; by_name: also by the keys above it, numbers too.  Texts of programs are
+        under the keys `diff`, `text` and `traceback`."""
+        secret = secret or (by_name and secret_name(name))
         if isinstance(value, dict):
-            return {k: self.tree(v, str(k), by_name=by_name) for k, v in value.items()}
+            return {
+                self.text(k) if isinstance(k, str) else k: self.tree(v, str(k), by_name=by_name, secret=secret)
+                for k, v in value.items()
+            }
         if isinstance(value, (list, tuple)):
-            return [self.tree(v, name, by_name=by_name) for v in value]
+            return [self.tree(v, name, by_name=by_name, secret=secret) for v in value]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return self.mask(str(value)) if secret and not _upper(name).endswith(("TOKENS", "KEYS")) else value
         if not isinstance(value, str):
             return value
+        if secret:
+            return self.mask(value) if value else value
         if by_name:
             return self.named(name, value)
         return self.text(value, source=name in ("diff", "text", "traceback"))
 
-    def _replace(self, match: re.Match[str]) -> str:
-        start, end = match.span("secret")
-        whole, offset = match.group(0), match.start()
-        return whole[: start - offset] + self.mask(match.group("secret")) + whole[end - offset :]
+
+class _Text:
+    """A text while it is masked.  Each mask stands there as a sign and a number, so that none is masked again."""
+
+    def __init__(self, mask: Masker, value: str) -> None:
+        self.mask, self.masks = mask, list[str]()
+        self.sign = next(c for c in map(chr, range(0xE000, 0xF8FF)) if c not in value)
+        self.held = re.compile(f"{self.sign}(\\d+){self.sign}")
+        self.value = MASK.sub(lambda match: self._hold(match.group()), value)
+
+    def masked(self, rules: tuple[Rule, ...]) -> str:
+        for shape in SHAPES:
+            self._apply(shape, None)
+        for pattern, decide in rules:
+            self._apply(pattern, decide)
+        return self.held.sub(lambda match: self.masks[int(match[1])], self.value)
+
+    def _hold(self, mask: str) -> str:
+        self.masks.append(mask)
+        return f"{self.sign}{len(self.masks) - 1}{self.sign}"
+
+    def _apply(self, pattern: re.Pattern[str], decide: Callable[[str, str], bool] | None) -> None:
+        out, done, at = [], 0, 0
+        while match := pattern.search(self.value, at):
+            start, end = match.span("secret")
+            if decide is None:
+                wanted = not NO_VALUE.fullmatch(match["secret"])
+            else:
+                wanted = secret_name(match["name"]) and decide(match["name"], match["secret"])
+            at = end if wanted or decide is None else match.end("name")
+            if wanted:
+                out += [self.value[done:start], self._cover(match["secret"])]
+                done = end
+        if done:
+            self.value = "".join(out) + self.value[done:]
+
+    def _cover(self, secret: str) -> str:
+        out, at = "", 0
+        for held in self.held.finditer(secret):
+            out += (self._hold(self.mask.mask(secret[at : held.start()])) if held.start() > at else "") + held.group()
+            at = held.end()
+        return out + (self._hold(self.mask.mask(secret[at:])) if at < len(secret) else "")
 
 
 def secret_name(name: str) -> bool:
     """HF_TOKEN, --api-key, AWS_SECRET_ACCESS_KEY; not TOKENIZERS_PARALLELISM, max_new_tokens or PWD."""
-    upper = name.strip("-").upper().replace("-", "_").replace(".", "_")
+    upper = _upper(name)
     if upper in HARMLESS or upper.startswith("MAX_"):
         return False
     words = upper.split("_")

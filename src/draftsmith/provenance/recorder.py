@@ -53,7 +53,7 @@ class Recorder:
         try:
             yield
         except Interrupted as stop:
-            ending = {"how": "interrupted", "detail": str(stop), "code": stop.code}
+            ending = {"how": "interrupted", "detail": masker().text(str(stop)), "code": stop.code}
             raise
         except KeyboardInterrupt:
             ending = {"how": "interrupted", "detail": "SIGINT", "code": 130}

@@ -112,9 +112,19 @@ def _source(name: str, project: dict[str, Any], new: Path, made: list[str], miss
         if file["text"] is None:
             missing.append(f"{name}: {path} was too large to keep")
             continue
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).write_bytes(file["text"].encode("utf-8", "surrogateescape"))
+        if not _write_inside(target, path, file["text"]):
+            missing.append(f"{name}: {path} lies outside of the source's folder")
     made.append(said + (f", {len(project['untracked'])} untracked files" if project["untracked"] else ""))
+
+
+def _write_inside(folder: Path, path: str, text: str) -> bool:
+    """Write `path` below `folder`; False, and nothing written, if it would lie elsewhere."""
+    target = (folder / path).resolve()
+    if not target.is_relative_to(folder.resolve()):
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(text.encode("utf-8", "surrogateescape"))
+    return True
 
 
 def _packages(installed: dict[str, Any], new: Path, made: list[str], missing: list[str]) -> None:
@@ -134,9 +144,10 @@ def _packages(installed: dict[str, Any], new: Path, made: list[str], missing: li
             if file["text"] is None:
                 missing.append(f"{name}: the text of {path}, which was edited in place, was too large to keep")
                 continue
-            (new / "patched" / path).parent.mkdir(parents=True, exist_ok=True)
-            (new / "patched" / path).write_bytes(file["text"].encode("utf-8", "surrogateescape"))
-            made.append(f"patched/{path}: it was not as {name} installs it")
+            if _write_inside(new / "patched", path, file["text"]):
+                made.append(f"patched/{path}: it was not as {name} installs it")
+            else:  # a script of the environment, which RECORD names by a path that climbs out of site-packages
+                missing.append(f"{name}: {path} was edited in place, outside of site-packages")
     (new / "constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     made.append(f"constraints.txt: {len(lines)} packages")
 

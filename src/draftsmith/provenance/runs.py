@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OSError) as error:
+        print(f"draftsmith runs {args.command}: a record is damaged ({type(error).__name__}: {error})", file=sys.stderr)
+        return 2
 
 
 def _run(args: argparse.Namespace) -> int:
