@@ -270,6 +270,8 @@ def _run(
         "resumed_from": str(resume_from) if resume_from else None,
         "pins": plan.pins,
     }
+    if plan.target.device.type == "cuda" and config.target.forward == "auto" and plan.target.forward == "per_document":
+        recorder.fell_back("the target runs one document at a time: packed documents would see each other")
     recorder.built(facts, model_folder(config.target), config.store)
     if resume_from is not None:
         for line in recorder.changed_since(RunDir(resume_from.parents[1])):
