@@ -17,7 +17,8 @@ from draftsmith.provenance.heartbeat import Heartbeat, run_state, write_exit
 from draftsmith.rundir import RunDir, create
 
 PROCESS = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a background job of a shell starts with it ignored
 from pathlib import Path
 from draftsmith.provenance import recorder, capture
 from draftsmith.provenance.recorder import Recorder
