@@ -113,7 +113,7 @@ def drafter_errors(window: int | None) -> dict[str, float]:
         drafter.zero_grad()
         masks = build_masks(kind, case.low, case.high, 512, 16, spec.windows(), device)
         hidden = drafter(features, positions, x, at.reshape(-1), masks)
-        loss = drafter_loss(hidden[where], labels, where, weights, head, spec, kind="decay", chunk_rows=100).weighted
+        loss = drafter_loss(hidden, labels, where, weights, head, spec, kind="decay", chunk_rows=100).weighted
         loss.backward()
         out.append(
             (float(loss.detach()), {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith import __version__, env
-from draftsmith.errors import InputError, Interrupted
+from draftsmith.errors import FallbackError, InputError, Interrupted
 
 if TYPE_CHECKING:  # `runs` works where pydantic does not
     from draftsmith.config import Config
@@ -95,6 +95,14 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="the whole flow on a small real model, with a table at the end")
     demo.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the demo's config")
     demo.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    bench = commands.add_parser("bench", help="how fast this machine trains, part by part, against its own ceilings")
+    bench.add_argument("overrides", nargs="*", metavar="a.b=c", help="a value of the config, such as loss.chunk_rows")
+    bench.add_argument("--geometry", default="qwen3-8b", help="qwen3-4b, qwen3-8b (default), dense-27b or tiny")
+    bench.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    for name, value in (("row-tokens", 3072), ("anchors", 512), ("block-size", 16), ("layers", 5), ("documents", 1),
+                        ("rows-per-step", 1)):  # fmt: skip
+        bench.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default {value}")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="the figures with their environment")
     commands.add_parser("report", help="one HTML file about a run, or two side by side", add_help=False)
     commands.add_parser("runs", help="what changed? list | show | diff | check | good | restore", add_help=False)
     return top
@@ -122,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"draftsmith {args.command}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:
+    except (FloatingPointError, FallbackError) as error:
         print(f"draftsmith {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -134,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.command == "bench":
+        return _bench(args)
     if args.command == "demo":
         from draftsmith import demo
 
@@ -172,6 +182,17 @@ def _train(args: argparse.Namespace, config: Config) -> int:
     run = train(config, resume=args.resume, new_attempt=args.new_attempt)
     if env.world()[0] == 0:
         print(run.path)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from draftsmith.bench import Bench, Shape, render
+
+    shape = Shape(args.row_tokens, args.anchors, args.block_size, args.layers, documents=args.documents)
+    found = Bench(args.geometry, shape, args.device, rows_per_step=args.rows_per_step, fields=args.overrides).run()
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(render(found))
     return 0
 
 

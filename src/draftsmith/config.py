@@ -153,8 +153,8 @@ class LossConfig(Section):
     gamma: float | None = Field(None, gt=0)
     """Decay of the slot weights, exp(-(k-1)/gamma); default 7, 5, 4 for blocks of 16, 10, 8."""
     dpace_alpha: float = Field(0.5, ge=0, lt=1)
-    chunk_rows: int = Field(512, ge=1)
-    """Rows of logits that exist at a time."""
+    chunk_rows: int | None = Field(None, ge=1)
+    """Rows of logits that exist at a time; default 512, or 2,048 where the loss is compiled."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -167,6 +167,8 @@ class TrainConfig(Section):
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
     """Exactly one of `steps` and `epochs`."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices, with AdamW for norms and biases."""
     learning_rate: float = Field(6e-4, gt=0)
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_fraction: float = Field(0.04, ge=0, lt=1)
@@ -231,6 +233,20 @@ class PlacementConfig(Section):
     @property
     def processes(self) -> int:
         return self.targets + self.drafters
+
+
+class CompileConfig(Section):
+    """torch.compile: what is compiled is compiled before step 0, and nothing after it."""
+
+    enabled: bool | None = None
+    """Default: on a GPU."""
+    on_fallback: Literal["error", "warn"] = "error"
+    """What a recompile, a graph break or uncompiled attention during training does."""
+    start: Literal["auto", "together", "first"] = "auto"
+    """Whether the processes of a machine compile at once, or one before the others, which then find its results.
+    auto: together on a GPU, first on a CPU."""
+    cache_dir: Path | None = None
+    """Holds one folder per fingerprint; default ~/.cache/draftsmith/compile."""
 
 
 class FloorConfig(Section):
@@ -298,6 +314,7 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     train: TrainConfig
     placement: PlacementConfig = PlacementConfig()
+    compile: CompileConfig = CompileConfig()
     floor: FloorConfig = FloorConfig()
     tracking: TrackingConfig = TrackingConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

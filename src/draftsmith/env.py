@@ -17,7 +17,21 @@ def prepare() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, cores // beside))))
     _one_gpu()
+
+
+def local_rank() -> int:
+    """This process's number among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def compile_cache(folder: Path) -> None:
+    """Where torch and Triton keep what they compile, from the next compilation on."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
 
 def _one_gpu() -> None:

@@ -8,6 +8,10 @@ class InputError(ValueError):
     """Something given from outside cannot be used.  The CLI prints it as one line and exits with code 2."""
 
 
+class FallbackError(RuntimeError):
+    """Training would have gone on another way than it was compiled for: slower, or with other kernels."""
+
+
 class Interrupted(Exception):
     """A signal or the throughput floor asked the run to stop; it has saved.  `code` is the process's exit code:
     128 + signal, or TOO_SLOW."""

@@ -60,6 +60,7 @@ def _once(arguments: Sequence[str], placement: PlacementConfig, gpus: int, stop:
     for rank in range(size):
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         if gpus:

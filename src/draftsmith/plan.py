@@ -111,7 +111,7 @@ def count(config: Config, spec: DrafterSpec, target: Target) -> Sizes:
                 drafter * 16,  # float32 weights, gradients, two moments
                 2 * v * h * wide,  # embedding and head
                 queries * h * wide * (8 + 14 * spec.num_layers),  # activations kept for the backward pass
-                3 * config.loss.chunk_rows * v * 4,
+                3 * (config.loss.chunk_rows or 512) * v * 4,
                 (1 + config.placement.run_ahead) * row * h * len(spec.feature_layers) * wide,
             )
         ),
@@ -159,7 +159,7 @@ def measure(
     target_seconds = timed(forward, device) * layers * sizes.tokens / length
     small = max(1, min(config.train.anchors, round(sizes.queries / spec.block_size)))
     one = drafter_layer(config, spec, small, device, dtype)
-    loss_rows = min(config.loss.chunk_rows, max(1, round(sizes.trained)))
+    loss_rows = min(config.loss.chunk_rows or 512, max(1, round(sizes.trained)))
     loss = loss_chunk(spec, loss_rows, device, dtype)
     optimizer = sizes.drafter_parameters * 28 / copy_speed(device) / config.train.rows_per_step
     drafter_seconds = timed(one, device) * spec.num_layers + timed(loss, device) * sizes.trained / loss_rows + optimizer

@@ -45,7 +45,7 @@ def ours(c: dict[str, Tensor], spec: DrafterSpec, kind: str, chunk: int, alpha: 
     hidden = c["hidden"].clone().requires_grad_()
     where = c["counts"].flatten().nonzero()[:, 0]
     sums = drafter_loss(
-        hidden[where],
+        hidden,
         c["labels"][where],
         where,
         c["weights"],
@@ -188,15 +188,15 @@ def test_the_gradient_follows_the_factor_of_the_step():
     c = case(8)
     hidden = c["hidden"].clone().requires_grad_()
     where = c["counts"].flatten().nonzero()[:, 0]
-    sums = drafter_loss(hidden[where], c["labels"][where], where, c["weights"], c["head"], SPECS["plain"], kind="decay")
+    sums = drafter_loss(hidden, c["labels"][where], where, c["weights"], c["head"], SPECS["plain"], kind="decay")
     (sums.weighted / 7).backward()
     torch.testing.assert_close(hidden.grad, ours(c, SPECS["plain"], "decay", 512)[1] / 7, rtol=1e-12, atol=1e-15)
 
 
 def test_logits_exist_a_chunk_at_a_time(monkeypatch):
     sizes = []
-    real = loss_module._chunk
-    monkeypatch.setattr(loss_module, "_chunk", lambda h, *rest: sizes.append(len(h)) or real(h, *rest))
+    real = loss_module.head_chunk
+    monkeypatch.setattr(loss_module, "head_chunk", lambda h, *rest: sizes.append(len(h)) or real(h, *rest))
     c = case(9)
     ours(c, SPECS["plain"], "decay", 4)
     rows = int(c["counts"].sum())

@@ -22,6 +22,12 @@ Mask = Tensor | BlockMask | None
 TILE = 128
 
 
+def put(array: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, without waiting for it: from pageable memory a copy would first wait for all queued work."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def pick_attention(name: str, device: torch.device) -> str:
     """auto: flex on a GPU, SDPA on a CPU, where flex has no backward.  Raises InputError for flex on a CPU."""
     if name == "flex" and device.type == "cpu":
@@ -47,7 +53,7 @@ def build_masks(
                 *context_interval(low, high, block_size, window),
                 *block_interval(len(low), block_size, window),
             )
-            tensors = [torch.from_numpy(i).to(device, non_blocking=True) for i in intervals]
+            tensors = [put(i, device) for i in intervals]
             made[window] = build(*tensors, context=context)
     return [made[w] for w in windows]
 
@@ -61,12 +67,16 @@ def dense_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: Tensor, *
     return torch.cat([seen, own], dim=1)
 
 
-def interval_block_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: Tensor, *, context: int) -> BlockMask:
+def interval_block_mask(
+    lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor | None = None, own_hi_Q: Tensor | None = None, *, context: int
+) -> BlockMask:
     """The same mask for flex_attention, written down from interval overlaps with the tiles of keys.
 
-    Costs O(Q * S / TILE) additions; the rule itself is never evaluated on Q x S elements.
+    Costs O(Q * S / TILE) additions; the rule itself is never evaluated on Q x S elements.  Without own intervals there
+    are context keys only (the target's packed documents).
     """
-    queries, keys = len(lo_Q), context + len(lo_Q)
+    blocks = own_lo_Q is not None and own_hi_Q is not None
+    queries, keys = len(lo_Q), context + (len(lo_Q) if blocks else 0)
     q_tiles, k_tiles = -(-queries // TILE), -(-keys // TILE)
     begin = torch.arange(k_tiles, device=lo_Q.device) * TILE
     end = begin + TILE
@@ -74,7 +84,9 @@ def interval_block_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: 
     def overlap(lo: Tensor, hi: Tensor) -> Tensor:
         return (torch.minimum(hi[:, None], end) - torch.maximum(lo[:, None], begin)).clamp_(min=0)
 
-    seen = overlap(lo_Q, hi_Q) + overlap(own_lo_Q + context, own_hi_Q + context)  # [Q, k_tiles]
+    seen = overlap(lo_Q, hi_Q)  # [Q, k_tiles]
+    if own_lo_Q is not None and own_hi_Q is not None:
+        seen = seen + overlap(own_lo_Q + context, own_hi_Q + context)
     seen = F.pad(seen, (0, 0, 0, q_tiles * TILE - queries)).view(q_tiles, TILE, k_tiles)
     some, full = (seen > 0).any(1), (seen == TILE).all(1)
     partial = some & ~full
@@ -86,6 +98,8 @@ def interval_block_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: 
         return tiles.sum(-1).to(torch.int32)[None, None], order.contiguous()[None, None]
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if own_lo_Q is None or own_hi_Q is None:
+            return (k >= lo_Q[q]) & (k < hi_Q[q])
         own = k - context
         return ((k >= lo_Q[q]) & (k < hi_Q[q])) | ((own >= own_lo_Q[q]) & (own < own_hi_Q[q]))
 
@@ -108,14 +122,20 @@ def interval_block_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: 
     )
 
 
-_flex: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+def one_graph(function: Any) -> Any:
+    """Compiled as one graph for one shape: a graph break is an error, another shape another graph."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+_flex: Callable[..., Any] = one_graph(flex_attention)
 
 
 def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, tensor or None SDPA."""
     if isinstance(mask, BlockMask):
         gqa = q_NQD.shape[0] != k_MSD.shape[0]
-        return _flex(q_NQD[None], k_MSD[None], v_MSD[None], block_mask=mask, enable_gqa=gqa)[0]
+        flex = flex_attention if torch.compiler.is_compiling() else _flex
+        return flex(q_NQD[None], k_MSD[None], v_MSD[None], block_mask=mask, enable_gqa=gqa)[0]
     groups = q_NQD.shape[0] // k_MSD.shape[0]
     k_NSD, v_NSD = k_MSD.repeat_interleave(groups, 0), v_MSD.repeat_interleave(groups, 0)
     bias = None if mask is None else mask[None, None]

@@ -10,6 +10,7 @@ rows and ranks, never a mean of means.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,11 @@ class LossSums:
     count_B: Tensor  # trained rows by slot
 
 
+Chunk = Callable[[Tensor, Tensor, Tensor, DrafterSpec], tuple[Tensor, Tensor, Tensor]]
+
+
 def drafter_loss(
-    hidden_RH: Tensor,
+    hidden_QH: Tensor,
     labels_R: Tensor,
     where_R: Tensor,
     weights_AB: Tensor,
@@ -42,16 +46,18 @@ def drafter_loss(
     kind: str,
     alpha: float = 0.5,
     chunk_rows: int = 512,
+    chunk: Chunk | None = None,
 ) -> LossSums:
     """Loss of the trained slots of one row.
 
-    hidden_RH: hidden states of the slots that count; where_R: their flat index in [A, B]; labels_R: their tokens.
+    hidden_QH: hidden states of all slots; where_R: flat index in [A, B] of those that count; labels_R: their tokens.
     weights_AB: decay weights; `dpace` takes only their shape.
     kind: decay, sum(w * CE) with the given weights, denominator sum(w); or dpace (arXiv 2605.18810), whose weights
     follow from the CE of the block itself, denominator: the number of anchors that count.
+    chunk: a compiled `head_chunk`; the last chunk is then filled up, so that its shape never changes.
     """
     weighted, ce_R, correct_R = _FrozenHead.apply(
-        hidden_RH, labels_R, where_R, weights_AB, head_VH, spec, kind, alpha, chunk_rows
+        hidden_QH, labels_R, where_R, weights_AB, head_VH, spec, kind, alpha, chunk_rows, chunk
     )
     slot_R = where_R % weights_AB.shape[1]
     sums = [torch.zeros(weights_AB.shape[1], device=ce_R.device, dtype=ce_R.dtype) for _ in range(3)]
@@ -81,7 +87,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_RH: Tensor,
+        hidden_QH: Tensor,
         labels_R: Tensor,
         where_R: Tensor,
         weights_AB: Tensor,
@@ -90,26 +96,38 @@ class _FrozenHead(torch.autograd.Function):
         kind: str,
         alpha: float,
         chunk_rows: int,
+        chunk: Chunk | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(hidden_RH.dtype, torch.float32)
-        grad_RH = torch.empty_like(hidden_RH)
-        ce_R = torch.empty(len(labels_R), dtype=wide, device=hidden_RH.device)
+        rows = len(labels_R)
+        fill = -rows % chunk_rows if chunk is not None else 0
+        filled_R, labels_filled_R = F.pad(where_R, (0, fill)), F.pad(labels_R, (0, fill))
+        wide = torch.promote_types(hidden_QH.dtype, torch.float32)
+        grad_RH = torch.empty(rows + fill, hidden_QH.shape[1], dtype=hidden_QH.dtype, device=hidden_QH.device)
+        ce_R = torch.empty(rows + fill, dtype=wide, device=hidden_QH.device)
         correct_R = torch.empty_like(ce_R)
-        for start in range(0, len(labels_R), chunk_rows):
+        for start in range(0, rows + fill, chunk_rows):
             piece = slice(start, start + chunk_rows)
-            ce_R[piece], correct_R[piece], grad_RH[piece] = _chunk(hidden_RH[piece], labels_R[piece], head_VH, spec)
+            ce_R[piece], correct_R[piece], grad_RH[piece] = (chunk or head_chunk)(
+                hidden_QH.index_select(0, filled_R[piece]), labels_filled_R[piece], head_VH, spec
+            )
+        ce_R, correct_R, grad_RH = ce_R[:rows], correct_R[:rows], grad_RH[:rows]
         weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha)
-        ctx.save_for_backward(grad_RH.mul_(weights_R[:, None].to(grad_RH.dtype)))
+        ctx.save_for_backward(grad_RH.mul_(weights_R[:, None].to(grad_RH.dtype)), where_R)
+        ctx.queries = len(hidden_QH)
         ctx.mark_non_differentiable(ce_R, correct_R)
         return (weights_R * ce_R).sum(), ce_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
-        (grad_RH,) = ctx.saved_tensors
-        return (grad_RH * grad.to(grad_RH.dtype), *(None,) * 8)
+        grad_RH, where_R = ctx.saved_tensors
+        grad_QH = grad_RH.new_zeros(ctx.queries, grad_RH.shape[1])
+        grad_QH.index_copy_(0, where_R, grad_RH * grad.to(grad_RH.dtype))
+        return (grad_QH, *(None,) * 9)
 
 
-def _chunk(hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec) -> tuple[Tensor, Tensor, Tensor]:
+def head_chunk(
+    hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec
+) -> tuple[Tensor, Tensor, Tensor]:
     """CE, argmax == label, and dCE/dhidden of some rows: all that ever exists of the logits is [C, V]."""
     raw_CV = (hidden_CH @ head_VH.T).to(torch.promote_types(hidden_CH.dtype, torch.float32))
     logits_CV = to_logits(raw_CV, spec)
@@ -119,12 +137,16 @@ def _chunk(hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSp
     top_C, best_C = logits_CV.max(-1)
     correct_C = (best_C == labels_C).to(logits_CV.dtype)
     picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1) - top_C
-    # one exponential serves both the loss and its gradient, in the memory of the logits
-    grad_CV = logits_CV.sub_(top_C[:, None]).exp_()
-    sum_C = grad_CV.sum(-1)
+    if torch.compiler.is_compiling():  # reductions and gradient are fused around the two products
+        sum_C = (logits_CV - top_C[:, None]).exp().sum(-1)
+        label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C[:, None]
+        grad_CV = (logits_CV - top_C[:, None]).exp() / sum_C[:, None] - label_CV.to(logits_CV.dtype)
+    else:  # one exponential serves both the loss and its gradient, in the memory of the logits
+        grad_CV = logits_CV.sub_(top_C[:, None]).exp_()
+        sum_C = grad_CV.sum(-1)
+        grad_CV.div_(sum_C[:, None])
+        grad_CV.scatter_add_(1, labels_C[:, None], torch.full_like(top_C, -1.0)[:, None])
     ce_C = sum_C.log() - picked_C
-    grad_CV.div_(sum_C[:, None])
-    grad_CV.scatter_add_(1, labels_C[:, None], torch.full_like(ce_C, -1.0)[:, None])
     if slope_CV is not None:
         grad_CV = grad_CV.mul_(slope_CV)
     if spec.output_multiplier is not None:

@@ -18,9 +18,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from draftsmith.config import DrafterConfig, TargetConfig
+from draftsmith.drafter.attention import one_graph, put
 from draftsmith.errors import InputError
 from draftsmith.provenance.digests import sha256_cached
 from draftsmith.records import DrafterSpec, PackedRow, read_json
+from draftsmith.target.packed import packed_masks, register, unsupported
 
 MASK_TOKENS = {
     "qwen3": 151669,
@@ -146,11 +148,12 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
     folder, tokenizer = model_folder(config), load_tokenizer(config)
     gpu = device.type == "cuda"
     dtype = {"auto": torch.bfloat16 if gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
+    forward = config.forward if config.forward != "auto" else ("packed" if gpu else "per_document")
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=_attention(folder, config),
+            attn_implementation=_attention(folder, config, packed=forward == "packed"),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
             use_safetensors=True,  # no pickle
@@ -168,7 +171,6 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
     model.requires_grad_(False).eval().to(device)
     _check_finite(model, folder)
     eos = eos_token_ids(config, tokenizer)
-    forward = config.forward if config.forward != "auto" else ("packed" if gpu else "per_document")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     target = Target(config.model, model, tokenizer, device, dtype, eos, pad, forward)
     if forward == "packed" and not keeps_documents_apart(target):
@@ -224,15 +226,18 @@ def load_borrowed(config: TargetConfig, device_name: str) -> Target:
     return Target(config.model, model, tokenizer, device, dtype, eos, pad, "elsewhere")
 
 
-def _attention(folder: Path, config: TargetConfig) -> str:
-    """sdpa where the model class has it, else eager (gpt-oss, whose attention has sinks)."""
+def _attention(folder: Path, config: TargetConfig, *, packed: bool) -> str:
+    """sdpa where the model class has it, else eager (gpt-oss, whose attention has sinks).  packed: ours, which is sdpa
+    as long as no packed row is given to it."""
     import transformers
 
     auto = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     kind = type(auto)
-    if kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "sdpa"
-    return "sdpa" if transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]._supports_sdpa else "eager"
+    known = kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if known and not transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]._supports_sdpa:
+        return "eager"
+    attends = known and transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]._supports_flex_attn
+    return register() if packed and attends else "sdpa"
 
 
 def _check_finite(model: Any, folder: Path) -> None:
@@ -415,10 +420,33 @@ class FeatureExtractor:
 
     def __init__(self, target: Target, feature_layers: Sequence[int], dtype: torch.dtype) -> None:
         self.target, self.wanted, self.dtype = target, tuple(feature_layers), dtype
-        self.trunk = copy.copy(target.trunk)
-        self.trunk._modules = dict(target.trunk._modules)
-        self.trunk.layers = target.layers[: self.wanted[-1] + 1]
-        self.trunk.norm = nn.Identity()
+        self.trunk = self._cut(target.layers[: self.wanted[-1] + 1])
+        self.compiled: Any = None
+        """The trunk with its layers compiled, one graph for all layers of a kind: see `compile`."""
+
+    def _cut(self, layers: nn.ModuleList) -> Any:
+        trunk = copy.copy(self.target.trunk)
+        trunk._modules = dict(self.target.trunk._modules)
+        trunk.layers, trunk.norm = layers, nn.Identity()
+        return trunk
+
+    def compile(self) -> str | None:
+        """From now on packed rows run through compiled layers, flex_attention in them.  None, or why they cannot."""
+        if self.target.forward != "packed":
+            return "it runs one document at a time"
+        why = unsupported(self.target.text_config)
+        if why is None:
+            self.compiled = self._cut(nn.ModuleList([one_graph(layer) for layer in self.trunk.layers]))
+        return why
+
+    def deviation(self, row: PackedRow) -> float:
+        """Largest relative difference between a packed row's features and those of its documents run one by one."""
+        packed, worst = self.row(row), torch.zeros((), device=self.target.device)
+        for start, end in zip(row.starts, row.starts[1:], strict=False):
+            alone = self.document(put(row.tokens[start:end], self.target.device)).float()
+            apart = (packed[start:end].float() - alone).norm(dim=-1) / alone.norm(dim=-1)
+            worst = torch.maximum(worst, apart.max())
+        return float(worst)
 
     @torch.no_grad()
     def document(self, tokens_T: Tensor) -> Tensor:
@@ -428,19 +456,21 @@ class FeatureExtractor:
     @torch.no_grad()
     def row(self, row: PackedRow) -> Tensor:
         """Features of a row, [T, K*H]; zeros in the tail when the documents run one by one."""
-        tokens_T = torch.from_numpy(row.tokens).to(self.target.device, non_blocking=True)
+        tokens_T = put(row.tokens, self.target.device)
         if self.target.forward == "packed":
-            return self._forward(tokens_T, torch.from_numpy(row.positions).to(self.target.device, non_blocking=True))
+            masks = packed_masks(row, self.target.text_config, self.target.device) if self.compiled else None
+            return self._forward(tokens_T, put(row.positions, self.target.device), self.compiled, masks)
         width = len(self.wanted) * self.target.embedding.shape[1]
         out = torch.zeros(len(tokens_T), width, dtype=self.dtype, device=self.target.device)
         for start, end in zip(row.starts, row.starts[1:], strict=False):
             out[start:end] = self.document(tokens_T[start:end])
         return out
 
-    def _forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        # no attention mask: transformers derives the documents from the positions, see keeps_documents_apart
-        with capture(self.trunk.layers, self.wanted) as found:
-            self.trunk(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, trunk: Any = None, masks: Any = None) -> Tensor:
+        # without masks transformers derives the documents from the positions, see keeps_documents_apart
+        trunk = trunk or self.trunk
+        with capture(trunk.layers, self.wanted) as found:
+            trunk(input_ids=tokens_T[None], position_ids=positions_T[None], attention_mask=masks, use_cache=False)
         return torch.cat([f[0] for f in found], dim=-1).to(self.dtype)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import resource
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil, isfinite
@@ -47,6 +48,7 @@ from draftsmith.target.model import (
 )
 from draftsmith.tracking import Tracker
 from draftsmith.train import checkpoint
+from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
 from draftsmith.train.floor import Interval
@@ -164,6 +166,10 @@ def train(
         plan = prepare(config, target, world)
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
+            compiler = make_compiler(config, plan, world, lambda message: None, recorder)
+            if compiler is not None:
+                compiler.warm_up(None, extract)
+                compiler.arm()
             begin = world.read("begin")
             served = RunDir(Path(begin["run"]))
             with recorder.recording(served):
@@ -191,6 +197,16 @@ def train(
             finally:
                 world.publish("stopped", world.rank)
     return run
+
+
+def make_compiler(
+    config: Config, plan: Plan, world: World, say: Callable[[str], None], recorder: Recorder
+) -> compiling.Compiler | None:
+    """None where nothing is compiled."""
+    if not compiling.wanted(config, plan.target.device):
+        return None
+    parts = compiling.parts(config, plan.spec, plan.target)
+    return compiling.Compiler(config, world, parts, plan.target.device, say, recorder.fell_back)
 
 
 def find_start(config: Config, plan: Plan, resume: str, new_attempt: bool) -> tuple[Path | None, list[str]]:
@@ -247,14 +263,23 @@ def _run(
         first, rows_before = state.step, state.rows_done
         tracker.say(f"resumed from {resume_from} at step {first}")
     end = rows_before + (plan.steps - first) * settings.rows_per_step
-    world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
-    source, heldout_source = feature_sources(config, plan, tracker, world, first, rows_before)
-    clock = Clock(world, source, plan.target.device)
     frozen = Frozen(plan.target.embedding.to(plan.compute_dtype), plan.target.head.to(plan.compute_dtype))
+    compiler = make_compiler(config, plan, world, tracker.say, recorder)
+    guard = contextlib.nullcontext if compiler is None else compiler.guarded
     row_step = RowStep(
-        drafter, frozen, clock.features, settings, config.loss, attention=plan.attention,
-        compute_dtype=plan.compute_dtype, world=world,
+        drafter, frozen, KnownRows([], plan.target.device), settings, config.loss, attention=plan.attention,
+        compute_dtype=plan.compute_dtype, world=world, compiled=compiler is not None,
     )  # fmt: skip
+    extract = None
+    if world.role == "both":
+        extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
+    if compiler is not None:
+        compiler.warm_up(row_step, extract if settings.features == "online" else None)
+        compiler.arm(run if world.first else None)
+    world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
+    source, heldout_source = feature_sources(config, plan, tracker, world, extract, first, rows_before)
+    clock = Clock(world, source, plan.target.device)
+    row_step.source = clock.features
     parameters = sum(p.numel() for p in drafter.parameters())
     facts = {
         "parameters": parameters,
@@ -267,6 +292,7 @@ def _run(
         "device": str(plan.target.device),
         "steps": plan.steps,
         "placement": config.placement.model_dump(),
+        "compiled": compiler.facts if compiler is not None else None,
         "resumed_from": str(resume_from) if resume_from else None,
         "pins": plan.pins,
     }
@@ -296,7 +322,8 @@ def _run(
             with clock.part("data"):
                 mine = rows_of_drafter(begin, settings.rows_per_step, world.drafters, world.index)
                 rows = [plan.loader.row(g) for g in mine]
-            waiting.append(row_step.step(step, rows, optimizer, optimizer.param_groups[0]["lr"]))
+            with guard(step):
+                waiting.append(row_step.step(step, rows, optimizer, optimizer.param_groups[0]["lr"]))
             done = step + 1
             recorder.at(done)
             last = done == plan.steps
@@ -304,12 +331,14 @@ def _run(
             saving = last or _due(done, settings.checkpoint_every) or stopped
             if saving or done % settings.log_every == 0:  # no checkpoint before its steps are known to be finite
                 interval, note = flush(tracker, waiting, clock, world)
+                if compiler is not None:
+                    compiler.check(done)
                 waiting = []
                 note = f"{note}  {watch.beside(interval)}"
                 stop.slow = watch.too_slow(interval) or stop.slow
                 progress.advance(done - first - progress.done, note)
             if world.first and plan.heldout_rows and (last or _due(done, settings.heldout_every)):
-                with clock.part("evaluation"):
+                with clock.part("evaluation"), guard(step):
                     held = row_step.heldout(plan.heldout_rows, heldout_source)
                 tracker.record(done, kind="heldout", **held)
                 tracker.say(f"step {done}: held-out loss {held['loss']:.3f}, accuracy {held['accuracy']:.3f}")
@@ -349,12 +378,13 @@ def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
 
 
 def feature_sources(
-    config: Config, plan: Plan, tracker: Tracker, world: World, first: int, rows_before: int
-) -> tuple[FeatureSource, FeatureSource]:
+    config: Config, plan: Plan, tracker: Tracker, world: World, extract: FeatureExtractor | None, first: int,
+    rows_before: int,
+) -> tuple[FeatureSource, FeatureSource]:  # fmt: skip
     """Where the features of training rows and of held-out rows come from: this process's own target, files beside the
     store (computed once, by rank 0, if they are not there yet), or the targets of a split placement."""
     settings = config.train
-    if world.role == "drafter":
+    if extract is None:
         device = plan.target.device
         shape = (settings.row_tokens, len(plan.spec.feature_layers) * plan.spec.hidden_size)
         held = KnownRows([], device)
@@ -369,7 +399,6 @@ def feature_sources(
         )  # fmt: skip
         rows = (g for g, _ in with_anchors(plan.loader, mine))
         return ReceiveRows(world, rows, shape, plan.feature_dtype, device, config.placement.run_ahead), held
-    extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
     if settings.features == "online":
         return extract, extract
     folder, pins = features_place(plan)

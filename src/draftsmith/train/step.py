@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.config import LossConfig, TrainConfig
-from draftsmith.drafter.attention import build_masks
+from draftsmith.drafter.attention import build_masks, one_graph
+from draftsmith.drafter.attention import put as to_device
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
-from draftsmith.drafter.loss import LossSums, drafter_loss
+from draftsmith.drafter.loss import LossSums, drafter_loss, head_chunk
 from draftsmith.drafter.model import DFlashDrafter, embed
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource
 from draftsmith.train.dist import World
+from draftsmith.train.optim import clip
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,21 @@ class RowStep:
 
     def __init__(
         self, drafter: DFlashDrafter, frozen: Frozen, source: FeatureSource, train: TrainConfig, loss: LossConfig,
-        *, attention: str, compute_dtype: torch.dtype, world: World | None = None,
+        *, attention: str, compute_dtype: torch.dtype, world: World | None = None, compiled: bool = False,
     ) -> None:  # fmt: skip
         self.drafter, self.frozen, self.source = drafter, frozen, source
+        self.compiled = compiled
+        self.trunk: Callable[..., Tensor] = one_graph(drafter) if compiled else drafter
+        self.chunk = one_graph(head_chunk) if compiled else None
         self.train, self.loss, self.attention, self.compute_dtype = train, loss, attention, compute_dtype
         self.world = world or World()
         self.sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.gamma = loss.gamma or default_gamma(drafter.spec.block_size)
         self.device = frozen.head.device
-        # on a GPU every row has the same shape; an eager CPU run leaves unused anchor slots out
-        self.trim = self.device.type == "cpu"
+        # where functions are compiled every row has the same shape; an eager CPU run leaves unused anchor slots out
+        self.trim = self.device.type == "cpu" and not compiled
+        trained = train.anchors * (drafter.spec.block_size - 1)
+        self.chunk_rows = loss.chunk_rows or min(trained, 2048 if compiled else 512)
 
     def blocks(self, row: PackedRow) -> BlockBatch:
         spec = self.drafter.spec
@@ -86,7 +93,7 @@ class RowStep:
         spec, device = self.drafter.spec, self.device
 
         def put(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            return to_device(array, device)
 
         where = np.flatnonzero(blocks.counts)
         masks = build_masks(
@@ -94,20 +101,20 @@ class RowStep:
         )
         x_QH = embed(put(blocks.inputs.reshape(-1)), self.frozen.embedding, spec)
         with self.precision():
-            hidden_QH = self.drafter(
+            hidden_QH = self.trunk(
                 features_TK.to(self.compute_dtype), put(row.positions), x_QH, put(blocks.positions.reshape(-1)), masks
             )
-        where_R = put(where)
         return drafter_loss(
-            hidden_QH.to(self.compute_dtype)[where_R],
+            hidden_QH.to(self.compute_dtype),
             put(blocks.labels.reshape(-1)[where]),
-            where_R,
+            put(where),
             put(blocks.weights),
             self.frozen.head,
             spec,
             kind=self.loss.kind,
             alpha=self.loss.dpace_alpha,
-            chunk_rows=self.loss.chunk_rows,
+            chunk_rows=self.chunk_rows,
+            chunk=self.chunk,
         )
 
     def step(self, number: int, rows: Sequence[PackedRow], optimizer: torch.optim.Optimizer, rate: float) -> StepSums:
@@ -129,7 +136,7 @@ class RowStep:
         parameters = list(self.drafter.parameters())
         if used:  # the same answer everywhere: a process whose own rows are empty takes part like the others
             self.world.sum_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.train.clip_norm)
+        norm = clip(parameters, optimizer, self.train.clip_norm)
         if used:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -149,7 +156,6 @@ class RowStep:
             rate=rate,
         )
 
-    @torch.no_grad()
     def heldout(self, rows: Sequence[PackedRow], source: FeatureSource) -> dict[str, Any]:
         """Loss and accuracy by slot on held-out rows, on this process alone."""
         total, weighted = 0.0, 0.0
@@ -158,9 +164,10 @@ class RowStep:
             blocks = self.blocks(row)
             if blocks.anchors == 0:
                 continue
-            one = self.run(row, blocks, source.row(row))
+            with torch.set_grad_enabled(self.compiled):  # without gradients it would be another graph to compile
+                one = self.run(row, blocks, source.row(row))
             total += self.denominator(blocks)
-            weighted += float(one.weighted)
+            weighted += float(one.weighted.detach())
             ce, correct, count = ce + one.ce_B, correct + one.correct_B, count + one.count_B
         if not math.isfinite(weighted):
             raise FloatingPointError(f"the held-out loss is {weighted}: check the target's features and the drafter")

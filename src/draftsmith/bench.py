@@ -1,0 +1,409 @@
+"""`draftsmith bench`: how fast this machine trains, part by part, against what its arithmetic and memory allow.
+
+Random weights of a named geometry, made on the device: nothing is downloaded.  The same RowStep, FeatureExtractor and
+warm-up as training are timed.  The floor of a part is its matrix products at the measured product rate plus the
+optimizer's traffic at the measured copy rate; attention and everything else counts as overhead.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.config import parse_config
+from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.errors import InputError
+from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.target.model import FeatureExtractor, Target, default_feature_layers, pick_device
+from draftsmith.target.packed import register
+from draftsmith.train import compile as compiling
+from draftsmith.train.dist import World
+from draftsmith.train.optim import make_optimizer
+from draftsmith.train.step import Frozen, RowStep
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A dense target's widths."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+
+GEOMETRIES = {
+    "tiny": Geometry(64, 128, 12, 4, 2, 16, 512),
+    "qwen3-4b": Geometry(2560, 9728, 36, 32, 8, 128, 151936),
+    "qwen3-8b": Geometry(4096, 12288, 36, 32, 8, 128, 151936),
+    "dense-27b": Geometry(5120, 20480, 64, 48, 8, 128, 248320),
+}
+"""Widths of public models; dense-27b is a stand-in of that size."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained on the geometry."""
+
+    row_tokens: int = 3072
+    anchors: int = 512
+    block_size: int = 16
+    layers: int = 5
+    features: int = 5
+    documents: int = 1
+    """Documents a row: one is the hardest case, since every block then sees all that lies before it."""
+
+
+def drafter_spec(geometry: Geometry, shape: Shape) -> DrafterSpec:
+    return DrafterSpec(
+        hidden_size=geometry.hidden,
+        vocab_size=geometry.vocab,
+        num_layers=shape.layers,
+        intermediate_size=geometry.intermediate,
+        num_heads=geometry.heads,
+        num_kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=131072,
+        attention_bias=False,
+        block_size=shape.block_size,
+        mask_token_id=geometry.vocab - 1,
+        feature_layers=default_feature_layers(geometry.layers, shape.features),
+        num_target_layers=geometry.layers,
+        layer_types=("full",) * shape.layers,
+        sliding_window=None,
+    )
+
+
+def random_target(geometry: Geometry, layers: int, device: torch.device, dtype: torch.dtype) -> Target:
+    """A Qwen3 model of the geometry cut to `layers`, random weights made on the device."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=geometry.hidden, intermediate_size=geometry.intermediate, num_hidden_layers=layers,
+        num_attention_heads=geometry.heads, num_key_value_heads=geometry.kv_heads, head_dim=geometry.head_dim,
+        vocab_size=geometry.vocab, max_position_embeddings=131072, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        use_cache=False, attn_implementation=register(),
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return Target("random", model.eval().requires_grad_(False), None, device, dtype, (0,), 0, "packed")
+
+
+def random_row(shape: Shape, vocab: int, seed: int) -> PackedRow:
+    """A full row, everything supervised, all anchors in use."""
+    rng = np.random.default_rng(seed)
+    bounds = np.linspace(0, shape.row_tokens, shape.documents + 1).astype(np.int64)
+    document = np.repeat(np.arange(shape.documents, dtype=np.int32), np.diff(bounds))
+    inside = np.flatnonzero(document[:-1] == document[1:])
+    if len(inside) < shape.anchors:
+        raise InputError(f"a row of {shape.row_tokens} tokens has {len(inside)} places for {shape.anchors} anchors")
+    return PackedRow(
+        epoch=0,
+        index=seed,
+        tokens=rng.integers(0, vocab - 1, shape.row_tokens),
+        positions=np.arange(shape.row_tokens) - bounds[document],
+        document=document,
+        supervised=np.ones(shape.row_tokens, dtype=bool),
+        samples=tuple(range(shape.documents)),
+        starts=tuple(bounds.tolist()),
+        anchors=np.sort(rng.choice(inside, shape.anchors, replace=False)),
+        anchor_count=shape.anchors,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of the matrix products of a row, and bytes of the optimizer's pass."""
+
+    target: float
+    drafter: float
+    optimizer_bytes: float
+
+
+def work(geometry: Geometry, spec: DrafterSpec, shape: Shape) -> Work:
+    """Attention's own products are left out: they depend on where the anchors lie."""
+    t, q, h = shape.row_tokens, shape.anchors * shape.block_size, geometry.hidden
+    layer = geometry.layer_parameters
+    context = 2 * h * geometry.kv_heads * geometry.head_dim
+    fc = shape.features * h * h
+    trained = q - shape.anchors
+    drafter = 6 * shape.layers * (layer * q + context * t) + 6 * fc * t + 4 * trained * h * geometry.vocab
+    parameters = shape.layers * layer + fc
+    return Work(2.0 * (spec.feature_layers[-1] + 1) * layer * t, float(drafter), 28.0 * parameters)
+
+
+def timed(run: Callable[[], Any], device: torch.device, repeats: int = 10, warm: int = 3) -> float:
+    """Median milliseconds of a call; on a GPU by events."""
+    values = []
+    for i in range(warm + repeats):
+        if device.type == "cuda":
+            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            run()
+            done.record()
+            done.synchronize()
+            milliseconds = begun.elapsed_time(done)
+        else:
+            begin = time.perf_counter()
+            run()
+            milliseconds = (time.perf_counter() - begin) * 1e3
+        if i >= warm:
+            values.append(milliseconds)
+    return statistics.median(values)
+
+
+def roofline(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measured ceilings: matrix products in TFLOP/s (the better of two shapes), copies in TB/s (read + written)."""
+    size = 8192 if device.type == "cuda" else 512
+    best = 0.0
+    for m, k, n in ((size, size, size), (size, size // 2, size * 3 // 2)):
+        a, b = (torch.randn(s, device=device, dtype=dtype) for s in ((m, k), (k, n)))
+        best = max(best, 2 * m * k * n / timed(lambda a=a, b=b: a @ b, device) / 1e9)  # type: ignore[misc]
+    source = torch.empty(2**32 if device.type == "cuda" else 2**26, device=device, dtype=torch.uint8)
+    other = torch.empty_like(source)
+    copy = 2 * source.numel() / timed(lambda: other.copy_(source), device) / 1e9
+    return {"gemm_tflops": best, "copy_tb_per_s": copy}
+
+
+class Bench:
+    """One geometry and shape on this device; `run` gives the figures."""
+
+    def __init__(
+        self, geometry: str, shape: Shape, device: str = "auto", *, rows_per_step: int = 1, fields: Sequence[str] = ()
+    ) -> None:
+        """fields: overrides of the config, as on the command line.  Raises InputError for an unknown geometry."""
+        if geometry not in GEOMETRIES:
+            raise InputError(f"bench: unknown geometry {geometry!r}: choose from {', '.join(GEOMETRIES)}")
+        self.name, self.geometry, self.shape = geometry, GEOMETRIES[geometry], shape
+        self.device = pick_device(device)
+        gpu = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if gpu else torch.float32
+        self.spec = drafter_spec(self.geometry, shape)
+        self.rows_per_step = rows_per_step
+        self.config = parse_config(
+            json.dumps({
+                "name": "bench",
+                "device": self.device.type,
+                "target": {"model": geometry, "forward": "packed" if gpu else "auto"},
+                "drafter": {"block_size": shape.block_size},
+                "tokenize": {"max_tokens": shape.row_tokens},
+                "train": {
+                    "row_tokens": shape.row_tokens, "anchors": shape.anchors, "rows_per_step": rows_per_step,
+                    "steps": 1000,
+                },
+            }),
+            "bench",
+            fields,
+        )  # fmt: skip
+        self.rows = [random_row(shape, self.geometry.vocab, seed) for seed in range(4)]
+        self.work = work(self.geometry, self.spec, shape)
+        self.said: list[str] = []
+        self.compiler: compiling.Compiler | None = None
+
+    def build(self, *, target: bool = True, drafter: bool = True) -> None:
+        """Make what is timed, and compile it where training would."""
+        begin = time.monotonic()
+        layers = self.spec.feature_layers[-1] + 1 if target else 1
+        self.target = random_target(self.geometry, layers, self.device, self.dtype)
+        self.extract = FeatureExtractor(self.target, self.spec.feature_layers, self.dtype) if target else None
+        self.step: RowStep | None = None
+        compiled = compiling.wanted(self.config, self.device)
+        if compiled:
+            self.compiler = compiling.Compiler(
+                self.config, World(), compiling.parts(self.config, self.spec, self.target), self.device,
+                self.said.append, self.said.append,
+            )  # fmt: skip
+        if drafter:
+            model = DFlashDrafter(self.spec).to(self.device)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 2:
+                        parameter.normal_(0, 0.02)
+            frozen = Frozen(self.target.embedding, self.target.head)
+            self.step = RowStep(
+                model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]
+                attention="flex" if self.device.type == "cuda" else "sdpa", compute_dtype=self.dtype,
+                compiled=compiled,
+            )  # fmt: skip
+            self.optimizer = make_optimizer(model, self.config.train)
+        self.built_seconds = time.monotonic() - begin
+        if self.compiler is not None:
+            self.compiler.warm_up(self.step, self.extract)
+            self.compiler.arm()
+
+    def time_target(self) -> float:
+        """Milliseconds a row."""
+        assert self.extract is not None
+        rows = self._endless()
+        return timed(lambda: self.extract.row(next(rows)), self.device)  # type: ignore[union-attr]
+
+    def time_drafter(self) -> dict[str, float]:
+        """Milliseconds of a step of one row on given features, whole and by part, and its peak memory."""
+        step, device = self.step, self.device
+        assert step is not None
+        width = len(self.spec.feature_layers) * self.spec.hidden_size
+        features = torch.randn(self.shape.row_tokens, width, device=device, dtype=self.dtype)
+        source, step.source = step.source, _Always(features)
+        rows = self._endless()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        whole = timed(lambda: step.step(0, [next(rows)], self.optimizer, 1e-4), device)
+        out = {"step_ms": whole}
+        if device.type == "cuda":
+            out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row = self.rows[0]
+        blocks = step.blocks(row)
+        out["forward_loss_ms"] = timed(lambda: step.run(row, blocks, features), device)
+
+        def both() -> None:
+            (step.run(row, blocks, features).weighted / 1e4).backward()
+
+        out["backward_ms"] = timed(both, device) - out["forward_loss_ms"]
+        out["optimizer_ms"] = whole - out["forward_loss_ms"] - out["backward_ms"]
+        for parameter in step.drafter.parameters():
+            parameter.grad = None
+        step.source = source
+        return out
+
+    def time_end_to_end(self, steps: int = 12) -> float:
+        """Tokens a second of target and drafter together, wall time over whole steps."""
+        step = self.step
+        assert step is not None
+        rows = self._endless()
+
+        def some(count: int) -> float:
+            begin = time.perf_counter()
+            for number in range(count):
+                step.step(number, [next(rows) for _ in range(self.rows_per_step)], self.optimizer, 1e-4)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin
+
+        some(3)
+        return steps * self.rows_per_step * self.shape.row_tokens / some(steps)
+
+    def _endless(self) -> Any:
+        while True:
+            yield from self.rows
+
+    def run(self) -> dict[str, Any]:
+        """Every figure, with the ratio to the floor."""
+        ceilings = roofline(self.device, self.dtype)
+        self.build()
+        target, drafter = self.time_target(), self.time_drafter()
+        return self.report(ceilings, target, drafter, self.time_end_to_end())
+
+    def report(
+        self, ceilings: dict[str, float], target: float, drafter: dict[str, float], rate: float
+    ) -> dict[str, Any]:
+        per_ms = ceilings["gemm_tflops"] * 1e9
+        copy_ms = self.work.optimizer_bytes / (ceilings["copy_tb_per_s"] * 1e9)
+        floors = {"target_ms": self.work.target / per_ms, "drafter_step_ms": self.work.drafter / per_ms + copy_ms}
+        both = (self.work.target + self.work.drafter) / per_ms + copy_ms / self.rows_per_step
+        floor_rate = self.shape.row_tokens / both * 1e3
+        rows = rate / self.shape.row_tokens
+        slots = self.shape.anchors * (self.shape.block_size - 1)
+        gpu = self.device.type == "cuda"
+        return {
+            "geometry": self.name,
+            "shape": asdict(self.shape),
+            "rows_per_step": self.rows_per_step,
+            "device": torch.cuda.get_device_name() if gpu else platform.machine(),
+            **ceilings,
+            "target_ms": target,
+            "drafter_step_ms": drafter["step_ms"],
+            "drafter_parts_ms": {k: v for k, v in drafter.items() if k.endswith("_ms") and k != "step_ms"},
+            "drafter_peak_gib": drafter.get("peak_gib"),
+            "floor_ms": floors,
+            "end_to_end_tokens_per_s": rate,
+            "end_to_end_floor_tokens_per_s": floor_rate,
+            "share_of_floor": {
+                "target": floors["target_ms"] / target,
+                "drafter_step": floors["drafter_step_ms"] / drafter["step_ms"],
+                "end_to_end": rate / floor_rate,
+            },
+            "supervised_tokens_per_s": rows * slots,
+            "anchors_per_s": rows * self.shape.anchors,
+            "mfu": rows * (self.work.target + self.work.drafter) / (ceilings["gemm_tflops"] * 1e12),
+            "compiled": self.compiler.facts if self.compiler else None,
+            "said": self.said,
+            "environment": environment(),
+        }
+
+
+class _Always:
+    def __init__(self, features: torch.Tensor) -> None:
+        self.features = features
+
+    def row(self, row: PackedRow) -> torch.Tensor:
+        return self.features
+
+
+def environment() -> dict[str, Any]:
+    packages: dict[str, str | None] = {}
+    for name in ("torch", "triton", "transformers", "numpy"):
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = None
+    return {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "packages": packages,
+            "cuda": torch.version.cuda, "machine": platform.machine()}  # fmt: skip
+
+
+def render(found: dict[str, Any]) -> str:
+    """The figures as a table."""
+    table = Table(title=f"{found['geometry']} on {found['device']}, T={found['shape']['row_tokens']} "
+                        f"A={found['shape']['anchors']} B={found['shape']['block_size']}")  # fmt: skip
+    for column in ("part", "measured", "floor", "share"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    shares, floors = found["share_of_floor"], found["floor_ms"]
+    table.add_row(
+        "target, ms a row", f"{found['target_ms']:.1f}", f"{floors['target_ms']:.1f}", f"{shares['target']:.0%}"
+    )
+    table.add_row(
+        "drafter step, ms", f"{found['drafter_step_ms']:.1f}", f"{floors['drafter_step_ms']:.1f}",
+        f"{shares['drafter_step']:.0%}",
+    )  # fmt: skip
+    for name, value in found["drafter_parts_ms"].items():
+        table.add_row(f"  {name.removesuffix('_ms').replace('_', ' + ')}", f"{value:.1f}", "", "")
+    table.add_row(
+        "end to end, tokens/s", f"{found['end_to_end_tokens_per_s']:.0f}",
+        f"{found['end_to_end_floor_tokens_per_s']:.0f}", f"{shares['end_to_end']:.0%}",
+    )  # fmt: skip
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table)
+    memory = f", drafter peak {found['drafter_peak_gib']:.1f} GiB" if found["drafter_peak_gib"] else ""
+    return console.export_text() + (
+        f"products {found['gemm_tflops']:.3g} TFLOP/s, copies {found['copy_tb_per_s']:.3g} TB/s, "
+        f"MFU {found['mfu']:.0%}; "
+        f"{found['supervised_tokens_per_s']:.0f} supervised tokens/s, {found['anchors_per_s']:.0f} anchors/s{memory}"
+    )

@@ -1,0 +1,314 @@
+"""torch.compile under a training run: the cache's place, the warm-up before step 0, and the guard from then on.
+
+Every graph that training uses is compiled by `warm_up`, on a made-up row of the run's own shape.  From then on a
+recompile, a graph break or uncompiled attention is an error (`compile.on_fallback: error`) or a recorded warning.
+What torch does underneath, and why processes and not threads, is in docs/compile.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith import env
+from draftsmith.config import Config
+from draftsmith.errors import FallbackError, InputError
+from draftsmith.provenance import gpu
+from draftsmith.provenance.torchstate import read_counters
+from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.rundir import RunDir
+from draftsmith.target.model import FeatureExtractor, Target
+from draftsmith.train import compile_cache
+from draftsmith.train.dist import World
+from draftsmith.train.step import RowStep
+
+DENSE = r"flex_attention called without torch\.compile"
+TOOLS = ("compiler", "Python.h", "gcc", "g++", "CalledProcessError", "ptxas", "libcuda")
+"""Words by which a missing tool chain shows in torch's and Triton's errors."""
+
+
+def wanted(config: Config, device: torch.device) -> bool:
+    return device.type == "cuda" if config.compile.enabled is None else config.compile.enabled
+
+
+def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
+    """Everything that compiled code depends on, in words."""
+    source = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for file in sorted([*root.glob("drafter/*.py"), root / "target/packed.py", root / "train/step.py"]):
+        source.update(file.read_bytes())
+    cuda = target.device.type == "cuda"
+    train = config.train
+    text = target.text_config
+    return {
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "cuda": str(torch.version.cuda),
+        "driver": _driver() if cuda else "none",
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+        "code": source.hexdigest()[:16],
+        "shapes": f"T={train.row_tokens} A={train.anchors} chunk={config.loss.chunk_rows} {spec}",
+        "target": f"{text.model_type} H={text.hidden_size} layers={text.num_hidden_layers} {target.dtype} "
+        f"forward={config.target.forward}",
+        "settings": f"compute={train.compute_dtype} features={train.feature_dtype} attention={train.attention}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _driver() -> str:
+    return str(gpu.read_gpus().get("driver"))
+
+
+@dataclass
+class Compiler:
+    """One process's compiled functions.  `say` prints and logs; `fell_back` marks the run's record."""
+
+    config: Config
+    world: World
+    parts: dict[str, str]
+    device: torch.device
+    say: Callable[[str], None]
+    fell_back: Callable[[str], None]
+    folder: Path = field(init=False)
+    facts: dict[str, Any] = field(default_factory=dict)
+    graphs: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Put the cache in its place and watch for dense attention: before anything is compiled or run."""
+        root = self.config.compile.cache_dir or env.cache_dir() / "compile"
+        self.folder = compile_cache.folder_for(root, self.parts)
+        if self._local_first:
+            state = compile_cache.restore(self.folder, self.parts, self.config.runs_dir, self.config.name, self.say)
+            self.world.publish(self._key("cache"), state)
+        else:
+            state = self.world.read(self._key("cache"), self._leader)
+        self.facts["cache"], self.facts["fingerprint"] = state, compile_cache.fingerprint(self.parts)
+        env.compile_cache(self.folder)
+        warnings.filterwarnings("error" if self._strict else "always", message=DENSE)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+    @property
+    def _strict(self) -> bool:
+        return self.config.compile.on_fallback == "error"
+
+    @property
+    def _leader(self) -> int:
+        """The rank that goes first on this machine."""
+        return self.world.rank - env.local_rank()
+
+    @property
+    def _local_first(self) -> bool:
+        return env.local_rank() == 0
+
+    def _key(self, what: str) -> str:
+        return f"compile/{what}/{self._leader}"
+
+    def warm_up(self, step: RowStep | None, extract: FeatureExtractor | None) -> None:
+        """Compile everything this process will run, together with the others or after the machine's first process.
+
+        Raises InputError if the row does not fit the device or the tools to compile are missing.
+        """
+        begin = time.monotonic()
+        mode = self.config.compile.start
+        turns = mode == "first" or (mode == "auto" and self.device.type == "cpu")
+        if turns and not self._local_first:
+            self.world.read(self._key("warm"), self._leader)
+        with self._explained():
+            self._compile_all(step, extract)
+        self.world.publish(self._key("warm") if self._local_first else f"compile/warm/{self.world.rank}", True)
+        for rank in range(self.world.size) if self.world.store is not None else ():
+            self.world.read(f"compile/warm/{rank}", rank)  # nobody communicates while another compiles
+        self.facts |= {"seconds": time.monotonic() - begin, **read_counters()}
+        self.say(
+            f"compiled in {self.facts['seconds']:.1f} s (cache {self.facts['cache']}, "
+            f"{self.facts.get('cache_hits', 0)} hits, {self.facts.get('cache_misses', 0)} misses)"
+        )
+
+    def _compile_all(self, step: RowStep | None, extract: FeatureExtractor | None) -> None:
+        spec = None if step is None else step.drafter.spec
+        row = made_up_row(self.config, spec.block_size if spec else self.config.drafter.block_size)
+        total = (step is not None) + (extract is not None)
+        if extract is not None:
+            self.say(f"compiling the target 1/{total}")
+            self._target(extract, row)
+        if step is not None:
+            self.say(f"compiling the drafter {total}/{total}")
+            features = torch.zeros(
+                len(row.tokens), len(step.drafter.spec.feature_layers) * step.drafter.spec.hidden_size,
+                dtype=step.compute_dtype, device=self.device,
+            )  # fmt: skip
+            self._drafter(step, row, features)
+            if self.device.type == "cuda":
+                self.facts["kernels"] = kernels_of(lambda: self._drafter(step, row, features))
+                check_kernels(self.facts["kernels"], step.attention)
+
+    def _target(self, extract: FeatureExtractor, row: PackedRow) -> None:
+        why = extract.compile()
+        if why is None:
+            try:
+                worst = extract.deviation(row)
+                if not worst < (1e-3 if extract.target.dtype == torch.float32 else 5e-2):
+                    why = f"its features then differ from those of single documents by {worst:.1e}"
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever torch says when a model's code does not compile
+                why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+                if any(word in str(error) for word in TOOLS):
+                    raise
+        if why is not None:
+            extract.compiled = None
+            self.say(f"the target is not compiled: {why}")
+            if self.device.type == "cuda":
+                self.fell_back(f"the target is not compiled: {why}")
+        self.facts["target"] = why or "compiled"
+
+    def _drafter(self, step: RowStep, row: PackedRow, features: Tensor) -> None:
+        sums = step.run(row, step.blocks(row), features)
+        (sums.weighted * 0.0).backward()
+        for parameter in step.drafter.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"{self.world.name()}: a row of train.row_tokens={self.config.train.row_tokens} with train.anchors="
+                f"{self.config.train.anchors} does not fit the GPU ({str(error).splitlines()[0][:160]}): `draftsmith "
+                f"plan` says what would"
+            ) from error
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if not any(word in text for word in TOOLS):
+                raise
+            line = next(line for line in text.splitlines() if any(word in line for word in TOOLS))
+            raise InputError(
+                f"compile: this machine cannot compile ({line.strip()[:200]}): install a C++ compiler and Python's "
+                f"headers, or set compile.enabled=false"
+            ) from error
+
+    def arm(self, run: RunDir | None = None) -> None:
+        """From now on nothing may be compiled any more.  run: where the bundle is kept, on rank 0."""
+        if run is not None:
+            compile_cache.save(self.folder, self.parts, run)
+        elif self._local_first:
+            compile_cache.mark(self.folder, self.parts)
+        torch._dynamo.config.error_on_recompile = self._strict
+        self.graphs = read_counters()
+
+    def disarm(self) -> None:
+        torch._dynamo.config.error_on_recompile = False
+
+    @contextmanager
+    def guarded(self, step: int) -> Iterator[None]:
+        """Around a step.  Raises FallbackError naming the cause."""
+        caught: list[warnings.WarningMessage] | None = None
+        try:
+            if self._strict:
+                yield
+            else:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.filterwarnings("always", message=DENSE)
+                    yield
+        except (torch._dynamo.exc.RecompileError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise FallbackError(f"step {step + 1} would have been compiled anew: {_cause(error)}") from error
+        except (UserWarning, torch._dynamo.exc.Unsupported) as error:
+            raise FallbackError(f"step {step + 1} would have run uncompiled: {_cause(error)}") from error
+        for warning in caught or ():
+            self._warn(f"step {step + 1} ran uncompiled: {str(warning.message).splitlines()[0]}")
+
+    def check(self, step: int) -> None:
+        """At a log point: were graphs compiled since?  In strict mode that has been an error already."""
+        now = read_counters()
+        for what in ("graphs", "graph_breaks"):
+            if now.get(what, 0) > self.graphs.get(what, 0):
+                count = now.get(what, 0) - self.graphs.get(what, 0)
+                self._warn(
+                    f"step {step}: {count} {what.replace('_', ' ')} since the warm-up: a shape or a setting changed"
+                )
+        self.graphs = now
+
+    def _warn(self, what: str) -> None:
+        self.say(f"warning: {what}")
+        self.fell_back(what)
+
+
+def _cause(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    guard = [line for line in lines if "expected" in line or "==" in line or "size mismatch" in line]
+    return "; ".join([*lines[:1], *guard[:2]])[:400]
+
+
+def made_up_row(config: Config, block_size: int) -> PackedRow:
+    """A row of the run's shape: three documents and a padded tail, every anchor slot in use."""
+    tokens, slots = config.train.row_tokens, config.train.anchors
+    length = max(block_size + 2, (tokens - tokens // 16) // 3)
+    starts = tuple(s for s in (0, length, 2 * length, 3 * length) if s <= tokens)
+    document, positions = np.full(tokens, -1, dtype=np.int32), np.zeros(tokens, dtype=np.int64)
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        document[start:end], positions[start:end] = i, np.arange(end - start)
+    positions[starts[-1] :] = np.arange(tokens - starts[-1])
+    inside = np.flatnonzero((document[:-1] >= 0) & (document[:-1] == document[1:]))
+    anchors = np.zeros(slots, dtype=np.int64)
+    count = min(slots, len(inside))
+    anchors[:count] = inside[np.linspace(0, len(inside) - 1, count).astype(np.int64)]
+    return PackedRow(
+        epoch=0,
+        index=0,
+        tokens=np.arange(tokens, dtype=np.int64) % 97 + 3,
+        positions=positions,
+        document=document,
+        supervised=document >= 0,
+        samples=tuple(range(len(starts) - 1)),
+        starts=starts,
+        anchors=anchors,
+        anchor_count=count,
+    )
+
+
+def kernels_of(run: Callable[[], Any]) -> dict[str, int]:
+    """Kernels that `run` launches on the GPU, with how often; products and attention by name, the rest summed up."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    counts: dict[str, int] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem"):
+            name = event.name if "attention" in event.name or "softmax" in event.name else "other"
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def check_kernels(kernels: dict[str, int], attention: str) -> None:
+    """Raises FallbackError unless the fused attention kernels ran, forward and backward."""
+    if attention != "flex":
+        return
+    names = [n for n in kernels if "flex_attention" in n]
+    backward = [n for n in names if "backward" in n]
+    if not backward or len(backward) == len(names):
+        raise FallbackError(f"the profiled step ran no fused attention kernels: {sorted(kernels)}")
