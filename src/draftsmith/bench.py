@@ -253,10 +253,10 @@ class Bench:
                 attention="flex" if self.device.type == "cuda" else "sdpa", compute_dtype=self.dtype,
                 compiled=compiled,
             )  # fmt: skip
-            self.optimizer = make_optimizer(model, self.config.train)
+            self.optimizer = make_optimizer(model, self.config.train, one_pass=compiled)
         self.built_seconds = time.monotonic() - begin
         if self.compiler is not None:
-            self.compiler.warm_up(self.step, self.extract)
+            self.compiler.warm_up(self.step, self.extract, self.optimizer if self.step else None)
             self.compiler.arm()
 
     def time_target(self) -> float:

@@ -176,7 +176,7 @@ def hidden_states(step: RowStep, row: PackedRow, features: Tensor, x: Tensor | N
     found: list[Tensor] = []
 
     def replace(module, args):
-        return args if x is None else (args[0], args[1], x, *args[3:])
+        return args if x is None else (args[0], args[1], x, *args[3:-1], None)  # every block token by itself
 
     hooks = [
         step.drafter.register_forward_pre_hook(replace),

@@ -134,7 +134,7 @@ def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, tensor or None SDPA."""
     if isinstance(mask, BlockMask):
         gqa = q_NQD.shape[0] != k_MSD.shape[0]
-        flex = flex_attention if torch.compiler.is_compiling() else _flex
+        flex: Any = flex_attention if torch.compiler.is_compiling() else _flex
         return flex(q_NQD[None], k_MSD[None], v_MSD[None], block_mask=mask, enable_gqa=gqa)[0]
     groups = q_NQD.shape[0] // k_MSD.shape[0]
     k_NSD, v_NSD = k_MSD.repeat_interleave(groups, 0), v_MSD.repeat_interleave(groups, 0)

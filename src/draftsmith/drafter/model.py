@@ -66,15 +66,18 @@ class Attention(nn.Module):
         return x_n.unflatten(1, (x_n.shape[1] // self.head_dim, self.head_dim)).transpose(0, 1)
 
     def key_value(self, x_nH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
-        """Keys and values of context or block tokens: the same projections, k_norm and RoPE for both."""
+        """Keys and values of context tokens; block tokens go through the same projections, k_norm and RoPE."""
         return rotate(self.k_norm(self._heads(self.k_proj(x_nH))), tables), self._heads(self.v_proj(x_nH))
 
-    def forward(self, x_QH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        q_NQD = rotate(self.q_norm(self._heads(self.q_proj(x_QH))), tables)
-        k_MQD, v_MQD = self.key_value(x_QH, tables)
+    def forward(
+        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, slots: int | None
+    ) -> Tensor:
+        q_NQD = rotate(self.q_norm(self._heads(spread(self.q_proj(x_nH), slots))), tables)
+        k_MQD = rotate(self.k_norm(self._heads(spread(self.k_proj(x_nH), slots))), tables)
+        v_MQD = self._heads(spread(self.v_proj(x_nH), slots))
         k_MSD, v_MSD = torch.cat([context[0], k_MQD], dim=1), torch.cat([context[1], v_MQD], dim=1)
         out_NQD = attend(q_NQD, k_MSD, v_MSD, mask)
-        return self.o_proj(out_NQD.transpose(0, 1).reshape(x_QH.shape[0], -1))
+        return self.o_proj(out_NQD.transpose(0, 1).flatten(1))
 
 
 class MLP(nn.Module):
@@ -96,8 +99,10 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, x_QH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), context, tables, mask)
+    def forward(
+        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, slots: int | None = None
+    ) -> Tensor:
+        x_QH = spread(x_nH, slots) + self.self_attn(self.input_layernorm(x_nH), context, tables, mask, slots)
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
     def key_value(self, context_TH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
@@ -134,22 +139,52 @@ class DFlashDrafter(nn.Module):
         tables = rotary_tables(positions_T, self.spec.head_dim, self.spec.rope_theta)
         return [cast(Layer, layer).key_value(context_TH, tables) for layer in self.layers]
 
-    def blocks(self, x_QH: Tensor, positions_Q: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask]) -> Tensor:
-        """Hidden states of block tokens after the final norm, [Q, H]; the target's head makes logits of them."""
+    def blocks(
+        self, x_nH: Tensor, positions_Q: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask],
+        slots: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states of block tokens after the final norm, [Q, H]; the target's head makes logits of them.
+
+        x_nH: embeddings of the Q block tokens; or with `slots`, the block size, only those that differ, [A + 1, H]: the
+        anchors and the MASK of all other slots.  The first layer then projects A + 1 rows and not A * B.
+        """
         tables = rotary_tables(positions_Q, self.spec.head_dim, self.spec.rope_theta)
         for layer, key_value, mask in zip(self.layers, context, masks, strict=True):
-            x_QH = layer(x_QH, key_value, tables, mask)
-        return self.norm(x_QH)
+            x_nH = layer(x_nH, key_value, tables, mask, slots)
+            slots = None
+        return self.norm(x_nH)
 
     def forward(
         self,
         features_TK: Tensor,
         positions_T: Tensor,
-        x_QH: Tensor,
+        x_nH: Tensor,
         positions_Q: Tensor,
         masks: Sequence[Mask],
+        slots: int | None = None,
     ) -> Tensor:
-        return self.blocks(x_QH, positions_Q, self.context(features_TK, positions_T), masks)
+        return self.blocks(x_nH, positions_Q, self.context(features_TK, positions_T), masks, slots)
+
+
+def spread(x_nC: Tensor, slots: int | None) -> Tensor:
+    """[A + 1, C], anchors and then MASK, to all slots of all blocks, [A * slots, C]; without `slots` as it is."""
+    if slots is None:
+        return x_nC
+    anchors, masks = x_nC[:-1, None], x_nC[-1].expand(len(x_nC) - 1, slots - 1, x_nC.shape[1])
+    return torch.cat([anchors, masks], dim=1).flatten(0, 1)
+
+
+def working_copy(drafter: DFlashDrafter, dtype: torch.dtype) -> DFlashDrafter:
+    """The drafter that computes in `dtype` for float32 masters: matrices and biases are copies, norms are shared, since
+    they compute in float32 anyway."""
+    with torch.device("meta"):
+        working = DFlashDrafter(drafter.spec)
+    for path, module in working.named_modules():
+        for name in [n for n, p in module._parameters.items() if p is not None]:
+            master = drafter.get_parameter(f"{path}.{name}" if path else name)
+            shared = isinstance(module, RMSNorm)
+            module._parameters[name] = master if shared else nn.Parameter(master.detach().to(dtype))
+    return working
 
 
 def embed(tokens_n: Tensor, embedding_VH: Tensor, spec: DrafterSpec) -> Tensor:

@@ -440,12 +440,13 @@ class FeatureExtractor:
         return why
 
     def deviation(self, row: PackedRow) -> float:
-        """Largest relative difference between a packed row's features and those of its documents run one by one."""
+        """Mean relative difference between a packed row's features and those of its documents run one by one; of the
+        document where it is largest.  Rounding gives some 1e-6 in float32 and 2e-2 in bfloat16, a wrong mask 1."""
         packed, worst = self.row(row), torch.zeros((), device=self.target.device)
         for start, end in zip(row.starts, row.starts[1:], strict=False):
             alone = self.document(put(row.tokens[start:end], self.target.device)).float()
             apart = (packed[start:end].float() - alone).norm(dim=-1) / alone.norm(dim=-1)
-            worst = torch.maximum(worst, apart.max())
+            worst = torch.maximum(worst, apart.mean())
         return float(worst)
 
     @torch.no_grad()

@@ -256,7 +256,8 @@ def _run(
     drafter = DFlashDrafter(plan.spec).initialize(settings.seed).to(plan.target.device)
     if plan.compute_dtype == torch.float64:
         drafter.double()
-    optimizer = make_optimizer(drafter, settings)
+    compiled = compiling.wanted(config, plan.target.device)
+    optimizer = make_optimizer(drafter, settings, one_pass=compiled)
     first, rows_before = 0, 0
     if resume_from is not None:
         state = checkpoint.restore(resume_from, drafter, optimizer)
@@ -268,13 +269,13 @@ def _run(
     guard = contextlib.nullcontext if compiler is None else compiler.guarded
     row_step = RowStep(
         drafter, frozen, KnownRows([], plan.target.device), settings, config.loss, attention=plan.attention,
-        compute_dtype=plan.compute_dtype, world=world, compiled=compiler is not None,
+        compute_dtype=plan.compute_dtype, world=world, compiled=compiled,
     )  # fmt: skip
     extract = None
     if world.role == "both":
         extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
     if compiler is not None:
-        compiler.warm_up(row_step, extract if settings.features == "online" else None)
+        compiler.warm_up(row_step, extract if settings.features == "online" else None, optimizer)
         compiler.arm(run if world.first else None)
     world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
     source, heldout_source = feature_sources(config, plan, tracker, world, extract, first, rows_before)

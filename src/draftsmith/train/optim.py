@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from draftsmith.config import TrainConfig
+from draftsmith.drafter.attention import put
 from draftsmith.drafter.model import DFlashDrafter
 
 
@@ -27,21 +29,21 @@ def rate(step: int, total: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
-def make_optimizer(drafter: DFlashDrafter, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon for matrices and AdamW for the rest.  Weight decay on matrices only."""
+def make_optimizer(drafter: DFlashDrafter, config: TrainConfig, *, one_pass: bool = False) -> torch.optim.Optimizer:
+    """AdamW, or Muon for matrices and AdamW for the rest.  Weight decay on matrices only.
+
+    one_pass: AdamW as `OnePassAdamW`, for a compiled run.
+    """
     matrices = [p for p in drafter.parameters() if p.dim() >= 2]
     vectors = [p for p in drafter.parameters() if p.dim() < 2]
-    decayed = [{"params": matrices, "weight_decay": config.weight_decay}]
-    muon = config.optimizer == "muon"
-    adamw = torch.optim.AdamW(
-        [*([] if muon else decayed), {"params": vectors, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-        betas=config.betas,
-        fused=matrices[0].device.type == "cuda",
-    )
-    if not muon:
-        return adamw
-    return MuonAdamW(matrices, adamw, lr=config.learning_rate, weight_decay=config.weight_decay)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas}
+    if config.optimizer == "muon":
+        adamw = torch.optim.AdamW(groups[1:], fused=matrices[0].is_cuda, **settings)
+        return MuonAdamW(matrices, adamw, lr=config.learning_rate, weight_decay=config.weight_decay)
+    if one_pass:
+        return OnePassAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, fused=matrices[0].is_cuda, **settings)
 
 
 class MuonAdamW(torch.optim.Muon):
@@ -63,13 +65,59 @@ class MuonAdamW(torch.optim.Muon):
         self.adamw.step()
 
 
-def clip(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, most: float) -> Tensor:
-    """The gradients' norm; they are scaled so that it is at most `most`.  A fused AdamW does so as it reads them."""
-    if not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
-        return nn.utils.clip_grad_norm_(parameters, most)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    optimizer.grad_scale = (norm / most).clamp(min=1.0)  # type: ignore[attr-defined]
-    return norm
+class OnePassAdamW(torch.optim.AdamW):
+    """AdamW in one pass over memory: reads master, moments and gradient in whatever dtype it comes, writes master,
+    moments and the working copy, with the clipping factor folded in.  Its state is that of torch's AdamW."""
+
+    @torch.no_grad()
+    def update(self, gradients: Mapping[Any, Tensor], copies: Mapping[Any, Any], factor: Tensor) -> None:
+        """factor: 0-dim, what gradients are to be multiplied by."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p in gradients]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p] = {
+                        "step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
+                    }  # fmt: skip
+                self.state[p]["step"] += 1  # on the CPU
+            if not parameters:
+                continue
+            (beta1, beta2), t = group["betas"], float(self.state[parameters[0]]["step"])
+            numbers = np.array(
+                [group["lr"], group["weight_decay"], beta1, beta2, group["eps"], 1 - beta1**t, (1 - beta2**t) ** 0.5],
+                dtype=np.float32,
+            )
+            scalars = put(numbers, factor.device)
+            for p in parameters:
+                state = self.state[p]
+                flat = (x.view(-1) for x in (p.detach(), state["exp_avg"], state["exp_avg_sq"], gradients[p]))
+                copy = copies[p].detach().view(-1) if p in copies else None
+                _adamw(*flat, copy, factor, scalars)
+
+
+def adamw(
+    p: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, copy: Tensor | None, factor: Tensor, scalars: Tensor
+) -> None:
+    """One tensor's step, in place.  All flat; scalars: rate, decay, betas, eps, and the two bias corrections."""
+    rate, decay, beta1, beta2, eps, correct1, correct2 = scalars.unbind()
+    g = gradient.to(p.dtype) * factor
+    mean.copy_(mean + (g - mean) * (1 - beta1))
+    square.copy_(square * beta2 + g * g * (1 - beta2))
+    p.copy_(p * (1 - rate * decay) - rate / correct1 * mean / (square.sqrt() / correct2 + eps))
+    if copy is not None:
+        copy.copy_(p)
+
+
+_adamw: Any = torch.compile(adamw, fullgraph=True, dynamic=True)
+
+
+def clip_factor(gradients: Sequence[Tensor], most: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim float32."""
+    if not gradients:
+        return torch.zeros((), device=device), torch.ones((), device=device)
+    norms = torch._foreach_norm(list(gradients), 2.0, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm, (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -5,7 +5,6 @@ Suffixes as in drafter/: T row tokens, A anchors, B block size, Q = A * B, R tra
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from draftsmith.drafter.attention import build_masks, one_graph
 from draftsmith.drafter.attention import put as to_device
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
 from draftsmith.drafter.loss import LossSums, drafter_loss, head_chunk
-from draftsmith.drafter.model import DFlashDrafter, embed
+from draftsmith.drafter.model import DFlashDrafter, embed, working_copy
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource
 from draftsmith.train.dist import World
-from draftsmith.train.optim import clip
+from draftsmith.train.optim import OnePassAdamW, clip_factor
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,14 @@ class RowStep:
     ) -> None:  # fmt: skip
         self.drafter, self.frozen, self.source = drafter, frozen, source
         self.compiled = compiled
-        self.trunk: Callable[..., Tensor] = one_graph(drafter) if compiled else drafter
+        masters = next(drafter.parameters()).dtype
+        self.working = drafter if compute_dtype == masters else working_copy(drafter, compute_dtype)
+        self.copies = {
+            master: copy
+            for master, copy in zip(drafter.parameters(), self.working.parameters(), strict=True)
+            if copy is not master
+        }
+        self.trunk: Callable[..., Tensor] = one_graph(self.working) if compiled else self.working
         self.chunk = one_graph(head_chunk) if compiled else None
         self.train, self.loss, self.attention, self.compute_dtype = train, loss, attention, compute_dtype
         self.world = world or World()
@@ -83,10 +89,20 @@ class RowStep:
         """What the row adds to the loss's denominator: known to the host without asking the device."""
         return float(blocks.anchors) if self.loss.kind == "dpace" else float(blocks.weights.sum(dtype=np.float64))
 
-    def precision(self) -> Any:
-        if self.compute_dtype == torch.bfloat16:
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After the masters were changed by others: loaded from a checkpoint, or stepped by an optimizer of torch's."""
+        if self.copies:
+            torch._foreach_copy_(list(self.copies.values()), list(self.copies))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the working copy's gradients to those of the float32 masters."""
+        for master, copy in self.copies.items():
+            if copy.grad is not None:
+                wide = copy.grad.to(master.dtype)
+                master.grad = wide if master.grad is None else master.grad.add_(wide)
+                copy.grad = None
 
     def run(self, row: PackedRow, blocks: BlockBatch, features_TK: Tensor) -> LossSums:
         """Loss sums of one row with at least one anchor."""
@@ -99,11 +115,12 @@ class RowStep:
         masks = build_masks(
             self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device
         )
-        x_QH = embed(put(blocks.inputs.reshape(-1)), self.frozen.embedding, spec)
-        with self.precision():
-            hidden_QH = self.trunk(
-                features_TK.to(self.compute_dtype), put(row.positions), x_QH, put(blocks.positions.reshape(-1)), masks
-            )
+        # slot 0 holds the anchor, every other slot MASK
+        x_nH = embed(put(np.append(blocks.inputs[:, 0], spec.mask_token_id)), self.frozen.embedding, spec)
+        hidden_QH = self.trunk(
+            features_TK.to(self.compute_dtype), put(row.positions), x_nH, put(blocks.positions.reshape(-1)), masks,
+            spec.block_size,
+        )  # fmt: skip
         return drafter_loss(
             hidden_QH.to(self.compute_dtype),
             put(blocks.labels.reshape(-1)[where]),
@@ -133,13 +150,9 @@ class RowStep:
             one = self.run(row, batch, features)
             (one.weighted / total).backward()
             sums.append(one)
-        parameters = list(self.drafter.parameters())
-        if used:  # the same answer everywhere: a process whose own rows are empty takes part like the others
-            self.world.sum_gradients(parameters)
-        norm = clip(parameters, optimizer, self.train.clip_norm)
-        if used:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            if len(rows) > 1 or self.world.drafters > 1:
+                self.collect()  # sums in float32
+        norm = self.apply(optimizer, used > 0)
         zero = torch.zeros(self.drafter.spec.block_size, device=self.device, dtype=self.sum_dtype)
         return StepSums(
             step=number,
@@ -155,6 +168,30 @@ class RowStep:
             anchors=sum(b.anchors for b in blocks),
             rate=rate,
         )
+
+    def apply(self, optimizer: torch.optim.Optimizer, used: bool) -> Tensor:
+        """Sum gradients over the drafters, clip, step; returns their norm.  used: some row of the step had an anchor,
+        the same answer everywhere: a process whose own rows are empty takes part like the others."""
+        parameters = list(self.drafter.parameters())
+        one_pass = optimizer if isinstance(optimizer, OnePassAdamW) else None
+        if one_pass is None or self.world.drafters > 1:
+            self.collect()
+        if used:
+            self.world.sum_gradients(parameters)
+        if one_pass is not None:
+            gradients = {p: self.copies[p].grad if p.grad is None and p in self.copies else p.grad for p in parameters}
+            found = {p: grad for p, grad in gradients.items() if grad is not None}
+            norm, factor = clip_factor(list(found.values()), self.train.clip_norm, self.device)
+            if used:
+                one_pass.update(found, self.copies, factor)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.train.clip_norm)
+            if used:
+                optimizer.step()
+                self.refresh()
+        for parameter in (*parameters, *self.copies.values()):
+            parameter.grad = None
+        return norm
 
     def heldout(self, rows: Sequence[PackedRow], source: FeatureSource) -> dict[str, Any]:
         """Loss and accuracy by slot on held-out rows, on this process alone."""
