@@ -180,6 +180,8 @@ class TrainConfig(Section):
     clip_norm: float = Field(1.0, gt=0)
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     attention: Literal["auto", "sdpa", "flex"] = "auto"
+    fp8: Literal["off", "target", "drafter", "both"] = "off"
+    """Whose linear layers compute in 8 bits: needs a compiled run on a GPU of the Hopper generation or later."""
     features: Literal["online", "files"] = "online"
     """files: the target runs once over every document, its features are kept beside the store and read back."""
     feature_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

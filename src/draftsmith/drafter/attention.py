@@ -132,11 +132,12 @@ _flex: Callable[..., Any] = one_graph(flex_attention)
 
 def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, tensor or None SDPA."""
-    if isinstance(mask, BlockMask):
-        gqa = q_NQD.shape[0] != k_MSD.shape[0]
-        flex: Any = flex_attention if torch.compiler.is_compiling() else _flex
-        return flex(q_NQD[None], k_MSD[None], v_MSD[None], block_mask=mask, enable_gqa=gqa)[0]
+    # keys repeated for their query heads, also for flex: its backward gives one program a tile of keys and all heads of
+    # the group, and the first tiles, which nearly all blocks see, would be what every step waits for
     groups = q_NQD.shape[0] // k_MSD.shape[0]
     k_NSD, v_NSD = k_MSD.repeat_interleave(groups, 0), v_MSD.repeat_interleave(groups, 0)
+    if isinstance(mask, BlockMask):
+        flex: Any = flex_attention if torch.compiler.is_compiling() else _flex
+        return flex(q_NQD[None], k_NSD[None], v_NSD[None], block_mask=mask)[0]
     bias = None if mask is None else mask[None, None]
     return F.scaled_dot_product_attention(q_NQD[None], k_NSD[None], v_NSD[None], attn_mask=bias)[0]

@@ -134,19 +134,22 @@ def head_chunk(
     slope_CV = None
     if spec.final_logit_softcapping is not None:
         slope_CV = 1 - (logits_CV / spec.final_logit_softcapping).square()
-    top_C, best_C = logits_CV.max(-1)
-    correct_C = (best_C == labels_C).to(logits_CV.dtype)
-    picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1) - top_C
-    if torch.compiler.is_compiling():  # reductions and gradient are fused around the two products
+    picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
+    if torch.compiler.is_compiling():  # fused around the two products: one pass for top and sum, one for the gradient
+        top_C = logits_CV.amax(-1)
         sum_C = (logits_CV - top_C[:, None]).exp().sum(-1)
-        label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C[:, None]
-        grad_CV = (logits_CV - top_C[:, None]).exp() / sum_C[:, None] - label_CV.to(logits_CV.dtype)
+        at_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+        grad_CV = (logits_CV - top_C[:, None]).exp() / sum_C[:, None] - (at_V == labels_C[:, None]).to(logits_CV.dtype)
+        earlier_C = ((logits_CV == top_C[:, None]) & (at_V < labels_C[:, None])).sum(-1)  # argmax takes the first
+        correct_C = ((picked_C == top_C) & (earlier_C == 0)).to(logits_CV.dtype)
     else:  # one exponential serves both the loss and its gradient, in the memory of the logits
+        top_C, best_C = logits_CV.max(-1)
+        correct_C = (best_C == labels_C).to(logits_CV.dtype)
         grad_CV = logits_CV.sub_(top_C[:, None]).exp_()
         sum_C = grad_CV.sum(-1)
         grad_CV.div_(sum_C[:, None])
         grad_CV.scatter_add_(1, labels_C[:, None], torch.full_like(top_C, -1.0)[:, None])
-    ce_C = sum_C.log() - picked_C
+    ce_C = sum_C.log() - (picked_C - top_C)
     if slope_CV is not None:
         grad_CV = grad_CV.mul_(slope_CV)
     if spec.output_multiplier is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.config import DrafterConfig, TargetConfig
 from draftsmith.drafter.attention import one_graph, put
+from draftsmith.drafter.fp8 import FrozenLinear, with_linear
 from draftsmith.errors import InputError
 from draftsmith.provenance.digests import sha256_cached
 from draftsmith.records import DrafterSpec, PackedRow, read_json
@@ -430,13 +431,14 @@ class FeatureExtractor:
         trunk.layers, trunk.norm = layers, nn.Identity()
         return trunk
 
-    def compile(self) -> str | None:
+    def compile(self, *, fp8: bool = False) -> str | None:
         """From now on packed rows run through compiled layers, flex_attention in them.  None, or why they cannot."""
         if self.target.forward != "packed":
             return "it runs one document at a time"
         why = unsupported(self.target.text_config)
         if why is None:
-            self.compiled = self._cut(nn.ModuleList([one_graph(layer) for layer in self.trunk.layers]))
+            layers = [with_linear(layer, FrozenLinear) if fp8 else layer for layer in self.trunk.layers]
+            self.compiled = self._cut(nn.ModuleList([one_graph(layer) for layer in layers]))
         return why
 
     def deviation(self, row: PackedRow) -> float:

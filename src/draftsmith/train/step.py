@@ -18,6 +18,7 @@ from draftsmith.config import LossConfig, TrainConfig
 from draftsmith.drafter.attention import build_masks, one_graph
 from draftsmith.drafter.attention import put as to_device
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
+from draftsmith.drafter.fp8 import TrainedLinear, with_linear
 from draftsmith.drafter.loss import LossSums, drafter_loss, head_chunk
 from draftsmith.drafter.model import DFlashDrafter, embed, working_copy
 from draftsmith.records import PackedRow
@@ -69,7 +70,8 @@ class RowStep:
             for master, copy in zip(drafter.parameters(), self.working.parameters(), strict=True)
             if copy is not master
         }
-        self.trunk: Callable[..., Tensor] = one_graph(self.working) if compiled else self.working
+        trunk = with_linear(self.working, TrainedLinear) if train.fp8 in ("drafter", "both") else self.working
+        self.trunk: Callable[..., Tensor] = one_graph(trunk) if compiled else trunk
         self.chunk = one_graph(head_chunk) if compiled else None
         self.train, self.loss, self.attention, self.compute_dtype = train, loss, attention, compute_dtype
         self.world = world or World()
