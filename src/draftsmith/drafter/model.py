@@ -18,6 +18,8 @@ from draftsmith.records import DrafterSpec
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of the context, each [M, T, D]."""
+Blocks = tuple[int, int]
+"""How many blocks, and their size."""
 
 
 class RMSNorm(nn.Module):
@@ -70,11 +72,11 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self._heads(self.k_proj(x_nH))), tables), self._heads(self.v_proj(x_nH))
 
     def forward(
-        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, slots: int | None
+        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, blocks: Blocks | None
     ) -> Tensor:
-        q_NQD = rotate(self.q_norm(self._heads(spread(self.q_proj(x_nH), slots))), tables)
-        k_MQD = rotate(self.k_norm(self._heads(spread(self.k_proj(x_nH), slots))), tables)
-        v_MQD = self._heads(spread(self.v_proj(x_nH), slots))
+        q_NQD = rotate(self.q_norm(self._heads(spread(self.q_proj(x_nH), blocks))), tables)
+        k_MQD = rotate(self.k_norm(self._heads(spread(self.k_proj(x_nH), blocks))), tables)
+        v_MQD = self._heads(spread(self.v_proj(x_nH), blocks))
         k_MSD, v_MSD = torch.cat([context[0], k_MQD], dim=1), torch.cat([context[1], v_MQD], dim=1)
         out_NQD = attend(q_NQD, k_MSD, v_MSD, mask)
         return self.o_proj(out_NQD.transpose(0, 1).flatten(1))
@@ -100,9 +102,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, slots: int | None = None
+        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, blocks: Blocks | None = None
     ) -> Tensor:
-        x_QH = spread(x_nH, slots) + self.self_attn(self.input_layernorm(x_nH), context, tables, mask, slots)
+        x_QH = spread(x_nH, blocks) + self.self_attn(self.input_layernorm(x_nH), context, tables, mask, blocks)
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
     def key_value(self, context_TH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
@@ -141,17 +143,17 @@ class DFlashDrafter(nn.Module):
 
     def blocks(
         self, x_nH: Tensor, positions_Q: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask],
-        slots: int | None = None,
+        blocks: Blocks | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of block tokens after the final norm, [Q, H]; the target's head makes logits of them.
 
-        x_nH: embeddings of the Q block tokens; or with `slots`, the block size, only those that differ, [A + 1, H]: the
-        anchors and the MASK of all other slots.  The first layer then projects A + 1 rows and not A * B.
+        x_nH: embeddings of the Q block tokens; or with `blocks` only those that differ: the A anchors, then MASK, which
+        all other slots hold.  The first layer then projects A + 1 rows and not A * B.
         """
         tables = rotary_tables(positions_Q, self.spec.head_dim, self.spec.rope_theta)
         for layer, key_value, mask in zip(self.layers, context, masks, strict=True):
-            x_nH = layer(x_nH, key_value, tables, mask, slots)
-            slots = None
+            x_nH = layer(x_nH, key_value, tables, mask, blocks)
+            blocks = None
         return self.norm(x_nH)
 
     def forward(
@@ -161,17 +163,18 @@ class DFlashDrafter(nn.Module):
         x_nH: Tensor,
         positions_Q: Tensor,
         masks: Sequence[Mask],
-        slots: int | None = None,
+        blocks: Blocks | None = None,
     ) -> Tensor:
-        return self.blocks(x_nH, positions_Q, self.context(features_TK, positions_T), masks, slots)
+        return self.blocks(x_nH, positions_Q, self.context(features_TK, positions_T), masks, blocks)
 
 
-def spread(x_nC: Tensor, slots: int | None) -> Tensor:
-    """[A + 1, C], anchors and then MASK, to all slots of all blocks, [A * slots, C]; without `slots` as it is."""
-    if slots is None:
+def spread(x_nC: Tensor, blocks: Blocks | None) -> Tensor:
+    """Rows of A anchors and then MASK to all slots of all blocks, [A * B, C]; without `blocks` as it is."""
+    if blocks is None:
         return x_nC
-    anchors, masks = x_nC[:-1, None], x_nC[-1].expand(len(x_nC) - 1, slots - 1, x_nC.shape[1])
-    return torch.cat([anchors, masks], dim=1).flatten(0, 1)
+    anchors, size = blocks
+    rest = x_nC[anchors].expand(anchors, size - 1, x_nC.shape[1])
+    return torch.cat([x_nC[:anchors, None], rest], dim=1).flatten(0, 1)
 
 
 def working_copy(drafter: DFlashDrafter, dtype: torch.dtype) -> DFlashDrafter:

@@ -38,7 +38,17 @@ from draftsmith.train.optim import OnePassAdamW
 from draftsmith.train.step import RowStep
 
 DENSE = r"flex_attention called without torch\.compile"
-TOOLS = ("compiler", "Python.h", "gcc", "g++", "CalledProcessError", "ptxas", "libcuda")
+TOOLS = (
+    "C compiler",
+    "C++ compiler",
+    "CxxCompiler",
+    "Python.h",
+    "gcc",
+    "g++",
+    "CalledProcessError",
+    "ptxas",
+    "libcuda",
+)
 """Words by which a missing tool chain shows in torch's and Triton's errors."""
 
 

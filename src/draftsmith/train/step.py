@@ -117,11 +117,13 @@ class RowStep:
         masks = build_masks(
             self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device
         )
-        # slot 0 holds the anchor, every other slot MASK
-        x_nH = embed(put(np.append(blocks.inputs[:, 0], spec.mask_token_id)), self.frozen.embedding, spec)
+        # slot 0 holds the anchor, every other slot MASK; rows in a multiple of 16, as 8-bit products want them
+        anchors = len(blocks.inputs)
+        masked = np.full(16 - anchors % 16, spec.mask_token_id)
+        x_nH = embed(put(np.append(blocks.inputs[:, 0], masked)), self.frozen.embedding, spec)
         hidden_QH = self.trunk(
             features_TK.to(self.compute_dtype), put(row.positions), x_nH, put(blocks.positions.reshape(-1)), masks,
-            spec.block_size,
+            (anchors, spec.block_size),
         )  # fmt: skip
         return drafter_loss(
             hidden_QH.to(self.compute_dtype),
