@@ -24,8 +24,21 @@ TILE = 128
 
 def put(array: np.ndarray, device: torch.device) -> Tensor:
     """On the device, without waiting for it: from pageable memory a copy would first wait for all queued work."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return put_all([array], device)[0]
+
+
+def put_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """As `put`, all in one transfer."""
+    if device.type != "cuda":
+        return [torch.from_numpy(a).to(device) for a in arrays]
+    ends = np.cumsum([-(-a.nbytes // 64) * 64 for a in arrays])
+    host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
+    places = [(int(end) - -(-a.nbytes // 64) * 64, a) for end, a in zip(ends, arrays, strict=True)]
+    for at, a in places:
+        host.numpy()[at : at + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    kinds = [torch.from_numpy(np.empty(0, a.dtype)).dtype for a in arrays]
+    return [there[at : at + a.nbytes].view(kind).view(a.shape) for (at, a), kind in zip(places, kinds, strict=True)]
 
 
 def pick_attention(name: str, device: torch.device) -> str:
@@ -53,8 +66,7 @@ def build_masks(
                 *context_interval(low, high, block_size, window),
                 *block_interval(len(low), block_size, window),
             )
-            tensors = [put(i, device) for i in intervals]
-            made[window] = build(*tensors, context=context)
+            made[window] = build(*put_all(intervals, device), context=context)
     return [made[w] for w in windows]
 
 
@@ -75,27 +87,7 @@ def interval_block_mask(
     Costs O(Q * S / TILE) additions; the rule itself is never evaluated on Q x S elements.  Without own intervals there
     are context keys only (the target's packed documents).
     """
-    blocks = own_lo_Q is not None and own_hi_Q is not None
-    queries, keys = len(lo_Q), context + (len(lo_Q) if blocks else 0)
-    q_tiles, k_tiles = -(-queries // TILE), -(-keys // TILE)
-    begin = torch.arange(k_tiles, device=lo_Q.device) * TILE
-    end = begin + TILE
-
-    def overlap(lo: Tensor, hi: Tensor) -> Tensor:
-        return (torch.minimum(hi[:, None], end) - torch.maximum(lo[:, None], begin)).clamp_(min=0)
-
-    seen = overlap(lo_Q, hi_Q)  # [Q, k_tiles]
-    if own_lo_Q is not None and own_hi_Q is not None:
-        seen = seen + overlap(own_lo_Q + context, own_hi_Q + context)
-    seen = F.pad(seen, (0, 0, 0, q_tiles * TILE - queries)).view(q_tiles, TILE, k_tiles)
-    some, full = (seen > 0).any(1), (seen == TILE).all(1)
-    partial = some & ~full
-
-    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        # contiguous: sorting a transposed tensor can give a transposed result, whose rows the backward kernel would
-        # read with the wrong stride (gradients of keys and values off by half, and no error)
-        order = torch.argsort(tiles.to(torch.int32).contiguous(), dim=-1, descending=True, stable=True).to(torch.int32)
-        return tiles.sum(-1).to(torch.int32)[None, None], order.contiguous()[None, None]
+    tiles = one_graph(_tiles) if lo_Q.is_cuda else _tiles
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if own_lo_Q is None or own_hi_Q is None:
@@ -103,23 +95,44 @@ def interval_block_mask(
         own = k - context
         return ((k >= lo_Q[q]) & (k < hi_Q[q])) | ((own >= own_lo_Q[q]) & (own < own_hi_Q[q]))
 
-    kv_num, kv = listed(partial)
-    full_kv_num, full_kv = listed(full)
-    q_num, q = listed(partial.T)
-    full_q_num, full_q = listed(full.T)
+    what = ("num_blocks", "indices")
+    names = [f"{full}{side}_{w}" for full in ("", "full_") for side in ("kv", "q") for w in what]
+    queries, keys = len(lo_Q), context + (0 if own_lo_Q is None else len(lo_Q))
     return BlockMask(
         seq_lengths=(queries, keys),
-        kv_num_blocks=kv_num,
-        kv_indices=kv,
-        full_kv_num_blocks=full_kv_num,
-        full_kv_indices=full_kv,
-        q_num_blocks=q_num,
-        q_indices=q,
-        full_q_num_blocks=full_q_num,
-        full_q_indices=full_q,
+        **dict(zip(names, tiles(lo_Q, hi_Q, own_lo_Q, own_hi_Q, context), strict=True)),
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
     )
+
+
+def _tiles(
+    lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor | None, own_hi_Q: Tensor | None, context: int
+) -> tuple[Tensor, ...]:
+    """Of partly visible tiles, then of wholly visible ones: number and list by tile of queries, and by tile of keys."""
+    own = own_lo_Q is not None and own_hi_Q is not None
+    queries, keys = len(lo_Q), context + (len(lo_Q) if own else 0)
+    q_tiles, k_tiles = -(-queries // TILE), -(-keys // TILE)
+    begin = torch.arange(k_tiles, device=lo_Q.device) * TILE
+    end = begin + TILE
+
+    def overlap(lo: Tensor, hi: Tensor) -> Tensor:
+        return (torch.minimum(hi[:, None], end) - torch.maximum(lo[:, None], begin)).clamp(min=0)
+
+    seen = overlap(lo_Q, hi_Q)  # [Q, k_tiles]
+    if own_lo_Q is not None and own_hi_Q is not None:
+        seen = seen + overlap(own_lo_Q + context, own_hi_Q + context)
+    seen = F.pad(seen, (0, 0, 0, q_tiles * TILE - queries)).view(q_tiles, TILE, k_tiles)
+    some, full = (seen > 0).any(1), (seen == TILE).all(1)
+
+    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        # contiguous: sorting a transposed tensor can give a transposed result, whose rows the backward kernel would
+        # read with the wrong stride (gradients of keys and values off by half, and no error)
+        order = torch.argsort(tiles.to(torch.int32).contiguous(), dim=-1, descending=True, stable=True).to(torch.int32)
+        return tiles.sum(-1).to(torch.int32)[None, None], order.contiguous()[None, None]
+
+    partial = some & ~full
+    return (*listed(partial), *listed(partial.T), *listed(full), *listed(full.T))
 
 
 def one_graph(function: Any) -> Any:

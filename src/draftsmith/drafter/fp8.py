@@ -1,7 +1,7 @@
 """Linear layers whose products run in 8-bit floating point (Hopper and later).  An experiment, off by default.
 
 Every operand is scaled by its own largest magnitude, anew at each product: e4m3 for inputs and weights, e5m2 for
-gradients.  Suffixes: M rows, K inputs, N outputs.
+gradients.  Frozen layers have a scale for each row of inputs and each output.  Suffixes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantized(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x / scale in `kind`, scale [] float32)."""
-    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(kind).max
+def quantized(x: Tensor, kind: torch.dtype, *, by_row: bool = False) -> tuple[Tensor, Tensor]:
+    """(x / scale in `kind`, scale float32: [] or one for each row, [M, 1])."""
+    most = x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()
+    scale = most.float().clamp(min=1e-12) / torch.finfo(kind).max
     return (x.float() / scale).to(kind), scale
 
 
@@ -66,13 +67,13 @@ class FrozenLinear(nn.Module):
         super().__init__()
         self.weight: Tensor
         self.scale: Tensor
-        weight, scale = quantized(linear.weight.detach(), INPUT)
+        weight, scale = quantized(linear.weight.detach(), INPUT, by_row=True)
         self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("scale", scale.t().contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        q, scale = quantized(rows, INPUT)
+        q, scale = quantized(rows, INPUT, by_row=True)
         return _product(q, self.weight, scale, self.scale, x.dtype).unflatten(0, x.shape[:-1])
 
 

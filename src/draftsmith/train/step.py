@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.config import LossConfig, TrainConfig
-from draftsmith.drafter.attention import build_masks, one_graph
-from draftsmith.drafter.attention import put as to_device
+from draftsmith.drafter.attention import build_masks, one_graph, put_all
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
 from draftsmith.drafter.fp8 import TrainedLinear, with_linear
 from draftsmith.drafter.loss import LossSums, drafter_loss, head_chunk
@@ -110,26 +109,26 @@ class RowStep:
         """Loss sums of one row with at least one anchor."""
         spec, device = self.drafter.spec, self.device
 
-        def put(array: np.ndarray) -> Tensor:
-            return to_device(array, device)
-
         where = np.flatnonzero(blocks.counts)
-        masks = build_masks(
-            self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device
-        )
         # slot 0 holds the anchor, every other slot MASK; rows in a multiple of 16, as 8-bit products want them
         anchors = len(blocks.inputs)
         masked = np.full(16 - anchors % 16, spec.mask_token_id)
-        x_nH = embed(put(np.append(blocks.inputs[:, 0], masked)), self.frozen.embedding, spec)
-        hidden_QH = self.trunk(
-            features_TK.to(self.compute_dtype), put(row.positions), x_nH, put(blocks.positions.reshape(-1)), masks,
-            (anchors, spec.block_size),
+        distinct, positions_T, positions_Q, where_R, labels_R, weights_AB = put_all(
+            [np.append(blocks.inputs[:, 0], masked), row.positions, blocks.positions.reshape(-1), where,
+             blocks.labels.reshape(-1)[where], blocks.weights], device,
         )  # fmt: skip
+        masks = build_masks(
+            self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device
+        )
+        x_nH = embed(distinct, self.frozen.embedding, spec)
+        hidden_QH = self.trunk(
+            features_TK.to(self.compute_dtype), positions_T, x_nH, positions_Q, masks, (anchors, spec.block_size)
+        )
         return drafter_loss(
             hidden_QH.to(self.compute_dtype),
-            put(blocks.labels.reshape(-1)[where]),
-            put(where),
-            put(blocks.weights),
+            labels_R,
+            where_R,
+            weights_AB,
             self.frozen.head,
             spec,
             kind=self.loss.kind,
