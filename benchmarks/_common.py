@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 
 
 def write_result(name: str, values: dict[str, Any]) -> Path:

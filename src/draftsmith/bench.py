@@ -31,7 +31,10 @@ from draftsmith.target.packed import register
 from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.roles import Clock
+from draftsmith.train.schedule import rows_of_drafter, rows_of_target
 from draftsmith.train.step import Frozen, RowStep
+from draftsmith.train.transport import ReceiveRows, SendRows, serve_rows
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Geometry:
 
 GEOMETRIES = {
     "tiny": Geometry(64, 128, 12, 4, 2, 16, 512),
+    "small": Geometry(512, 1536, 12, 8, 2, 64, 32000),
     "qwen3-4b": Geometry(2560, 9728, 36, 32, 8, 128, 151936),
     "qwen3-8b": Geometry(4096, 12288, 36, 32, 8, 128, 151936),
     "dense-27b": Geometry(5120, 20480, 64, 48, 8, 128, 248320),
@@ -111,9 +115,13 @@ def random_target(geometry: Geometry, layers: int, device: torch.device, dtype: 
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
+            torch.manual_seed(0)
             model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    for matrix, seed in ((model.get_input_embeddings(), 1), (model.get_output_embeddings(), 2)):  # however many layers
+        with torch.no_grad():
+            matrix.weight.normal_(0, 0.02, generator=torch.Generator(device).manual_seed(seed))
     return Target("random", model.eval().requires_grad_(False), None, device, dtype, (0,), 0, "packed")
 
 
@@ -197,9 +205,11 @@ class Bench:
     """One geometry and shape on this device; `run` gives the figures."""
 
     def __init__(
-        self, geometry: str, shape: Shape, device: str = "auto", *, rows_per_step: int = 1, fields: Sequence[str] = ()
-    ) -> None:
+        self, geometry: str, shape: Shape, device: str = "auto", *, rows_per_step: int = 1, fields: Sequence[str] = (),
+        world: World | None = None,
+    ) -> None:  # fmt: skip
         """fields: overrides of the config, as on the command line.  Raises InputError for an unknown geometry."""
+        self.world = world or World()
         if geometry not in GEOMETRIES:
             raise InputError(f"bench: unknown geometry {geometry!r}: choose from {', '.join(GEOMETRIES)}")
         self.name, self.geometry, self.shape = geometry, GEOMETRIES[geometry], shape
@@ -238,20 +248,21 @@ class Bench:
         compiled = compiling.wanted(self.config, self.device)
         if compiled:
             self.compiler = compiling.Compiler(
-                self.config, World(), compiling.parts(self.config, self.spec, self.target), self.device,
+                self.config, self.world, compiling.parts(self.config, self.spec, self.target), self.device,
                 self.said.append, self.said.append,
             )  # fmt: skip
         if drafter:
             model = DFlashDrafter(self.spec).to(self.device)
+            generator = torch.Generator(self.device).manual_seed(3)
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() == 2:
-                        parameter.normal_(0, 0.02)
+                        parameter.normal_(0, 0.02, generator=generator)
             frozen = Frozen(self.target.embedding, self.target.head)
             self.step = RowStep(
                 model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]
                 attention="flex" if self.device.type == "cuda" else "sdpa", compute_dtype=self.dtype,
-                compiled=compiled,
+                compiled=compiled, world=self.world,
             )  # fmt: skip
             self.optimizer = make_optimizer(model, self.config.train, one_pass=compiled)
         self.built_seconds = time.monotonic() - begin
@@ -311,6 +322,85 @@ class Bench:
         some(3)
         return steps * self.rows_per_step * self.shape.row_tokens / some(steps)
 
+    def run_together(self, steps: int) -> dict[str, Any]:
+        """This process's part of a placement: whole steps over rows that only depend on their number.  On rank 0 the
+        figures; elsewhere nothing."""
+        world, step_rows = self.world, self.rows_per_step
+        born = time.monotonic()
+        self.build(target=world.role != "drafter", drafter=world.role != "target")
+        rows = RandomRows(self.shape, self.geometry.vocab)
+        warm = 2
+        last = (warm + steps) * step_rows
+        run_ahead = self.config.placement.run_ahead
+        if world.role == "target":
+            assert self.extract is not None
+            mine = rows_of_target(0, last, world.targets, world.index)
+            serve_rows(SendRows(world, run_ahead), ((g, rows.row(g)) for g in mine), self.extract.row)
+            world.publish(f"facts/{world.rank}", {"peak_gib": self._peak_gib()})
+            return {}
+        step = self.step
+        assert step is not None
+        source: Any = self.extract
+        if world.role == "drafter":
+            shape = (self.shape.row_tokens, self.shape.features * self.geometry.hidden)
+            asked = (g for s in range(warm + steps) for g in self._mine(s))
+            source = ReceiveRows(world, asked, shape, self.dtype, self.device, run_ahead)
+        clock = Clock(world, source, self.device)
+        step.source = clock.features
+        sums = []
+        for number in range(warm + steps):
+            if number == warm:
+                self._wait()
+                clock.start()
+                begin = time.monotonic()
+            with clock.part("data"):
+                batch = [rows.row(g) for g in self._mine(number)]
+            sums.append(step.step(number, batch, self.optimizer, 1e-4))
+            if number == 0:
+                self._wait()
+                first_step_seconds = time.monotonic() - born
+        self._wait()
+        seconds = time.monotonic() - begin
+        parts, _, waits = clock.read(steps * len(self._mine(0)))
+        values = world.sum_device(torch.stack([s.weighted for s in sums])).tolist()
+        facts = {"peak_gib": self._peak_gib(), "first_step_s": first_step_seconds, **self.compiled_facts()}
+        world.publish(f"facts/{world.rank}", facts)
+        if not world.first:
+            return {}
+        rate = steps * step_rows / seconds
+        return {
+            "geometry": self.name,
+            "placement": self.config.placement.model_dump(),
+            "rows_per_step": step_rows,
+            "shape": asdict(self.shape),
+            "rows_per_s": rate,
+            "tokens_per_s": rate * self.shape.row_tokens,
+            "supervised_tokens_per_s": rate * self.shape.anchors * (self.shape.block_size - 1),
+            "seconds_by_part": parts,
+            "waits": waits,
+            "advice": clock.advice(step_rows) if world.targets else None,
+            "processes": {world.name(r): world.read(f"facts/{r}", r) if world.store else facts
+                          for r in range(world.size)},
+            "losses": [v / s.denominator for v, s in zip(values, sums, strict=True)],
+            "environment": environment(),
+        }  # fmt: skip
+
+    def compiled_facts(self) -> dict[str, Any]:
+        """What was compiled, and what was said of it."""
+        return {"compiled": self.compiler.facts if self.compiler else None, "said": self.said}
+
+    def _mine(self, step: int) -> list[int]:
+        world = self.world
+        return list(rows_of_drafter(step * self.rows_per_step, self.rows_per_step, world.drafters, world.index))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.world.sum_host([0.0])  # all drafters are here
+
+    def _peak_gib(self) -> float | None:
+        return torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
+
     def _endless(self) -> Any:
         while True:
             yield from self.rows
@@ -354,10 +444,20 @@ class Bench:
             "supervised_tokens_per_s": rows * slots,
             "anchors_per_s": rows * self.shape.anchors,
             "mfu": rows * (self.work.target + self.work.drafter) / (ceilings["gemm_tflops"] * 1e12),
-            "compiled": self.compiler.facts if self.compiler else None,
-            "said": self.said,
+            **self.compiled_facts(),
             "environment": environment(),
         }
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Row g of a run, for any g."""
+
+    shape: Shape
+    vocab: int
+
+    def row(self, g: int) -> PackedRow:
+        return random_row(self.shape, self.vocab, g)
 
 
 class _Always:

@@ -102,6 +102,9 @@ def parser() -> argparse.ArgumentParser:
     for name, value in (("row-tokens", 3072), ("anchors", 512), ("block-size", 16), ("layers", 5), ("documents", 1),
                         ("rows-per-step", 1)):  # fmt: skip
         bench.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default {value}")
+    bench.add_argument(
+        "--steps", type=int, metavar="N", help="training steps as in a run, of any placement (default 10)"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="the figures with their environment")
     commands.add_parser("report", help="one HTML file about a run, or two side by side", add_help=False)
     commands.add_parser("runs", help="what changed? list | show | diff | check | good | restore", add_help=False)
@@ -189,10 +192,25 @@ def _bench(args: argparse.Namespace) -> int:
     from draftsmith.bench import Bench, Shape, render
 
     shape = Shape(args.row_tokens, args.anchors, args.block_size, args.layers, documents=args.documents)
-    found = Bench(args.geometry, shape, args.device, rows_per_step=args.rows_per_step, fields=args.overrides).run()
+    bench = Bench(args.geometry, shape, args.device, rows_per_step=args.rows_per_step, fields=args.overrides)
+    placement = bench.config.placement
+    if placement.processes == 1:
+        found = bench.run() if args.steps is None else bench.run_together(args.steps)
+    elif not env.launched():
+        from draftsmith.launch import launch
+
+        return launch(sys.argv[2:], placement, _gpus(bench.config), command="bench")
+    else:
+        from draftsmith.train.dist import world as join
+
+        with join(placement, bench.device.type) as world:
+            bench.world = world
+            found = bench.run_together(args.steps or 10)
+    if not found:
+        return 0
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print(render(found))
+    print(render(found) if "share_of_floor" in found else json.dumps(found))
     return 0
 
 

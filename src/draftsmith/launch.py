@@ -25,16 +25,16 @@ BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
 
 
-def launch(arguments: Sequence[str], placement: PlacementConfig, gpus: int) -> int:
-    """Run `draftsmith train ARGUMENTS` in every process of the placement; the exit code of the whole.
+def launch(arguments: Sequence[str], placement: PlacementConfig, gpus: int, command: str = "train") -> int:
+    """Run `draftsmith COMMAND ARGUMENTS` in every process of the placement; the exit code of the whole.
 
-    arguments: as given to `draftsmith train`.  gpus: GPUs of this machine; each process sees one of them alone.
+    arguments: as given to the command.  gpus: GPUs of this machine; each process sees one of them alone.
     """
     stop = _StopSignals()
     code = 1
     for attempt in range(placement.max_restarts + 1):
         again = [] if attempt == 0 else ["--resume", "auto", "--new-attempt"]
-        code = _once([*_without_resume(arguments, bool(again)), *again], placement, gpus, stop)
+        code = _once([command, *_without_resume(arguments, bool(again)), *again], placement, gpus, stop)
         if code in (0, BAD_INPUT, TOO_SLOW) or stop.received:
             break
         if attempt < placement.max_restarts:
@@ -65,7 +65,7 @@ def _once(arguments: Sequence[str], placement: PlacementConfig, gpus: int, stop:
         }  # fmt: skip
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = str(rank % gpus)
-        command = [sys.executable, "-m", "draftsmith.cli", "train", *arguments]
+        command = [sys.executable, "-m", "draftsmith.cli", *arguments]
         children.append(subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent, start_new_session=True))
     try:
         return _watch(children, placement, stop)

@@ -1,0 +1,93 @@
+"""Cold starts of three drafter processes at once: no crash, no hang, no fallback.
+
+    python benchmarks/cold_starts.py [--device cpu|cuda] [--starts N] [--warm N]
+
+Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
+`--warm` of them are followed by a second start on the cache they left.  Writes results/cold_starts_{cpu,h200}.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import write_result
+
+PROCESSES = 3
+SHAPES = {
+    "cpu": ["--geometry", "tiny", "--row-tokens", "256", "--anchors", "16", "--block-size", "8", "--layers", "1"],
+    "cuda": ["--geometry", "small", "--row-tokens", "1024", "--anchors", "64", "--layers", "2"],
+}
+
+
+def start(device: str, cache: Path, limit: float) -> dict[str, Any]:
+    """One start: {"how": ok, crash, hang or fallback, "seconds": whole, "first_step_s": of the slowest process}."""
+    out = cache.parent / "found.json"
+    out.unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "draftsmith.cli", "bench", *SHAPES[device], "--device", device, "--rows-per-step", "3",
+        "--steps", "2", "--json", str(out), f"placement.drafters={PROCESSES}", "compile.enabled=true",
+        "target.forward=packed", f"compile.cache_dir={cache}",
+    ]  # fmt: skip
+    begin = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()  # the processes it started end with it
+        return {"how": "hang", "seconds": time.monotonic() - begin, "said": process.communicate()[0][-2000:]}
+    seconds = time.monotonic() - begin
+    if process.returncode or not out.is_file():
+        return {"how": "crash", "seconds": seconds, "said": said[-2000:]}
+    processes = json.loads(out.read_text())["processes"].values()
+    fell_back = [p for p in processes if p["compiled"]["target"] != "compiled" or "warning" in str(p["said"])]
+    return {
+        "how": "fallback" if fell_back else "ok",
+        "seconds": seconds,
+        "first_step_s": max(p["first_step_s"] for p in processes),
+        "cache": sorted({p["compiled"]["cache"] for p in processes}),
+        **({"said": fell_back} if fell_back else {}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=list(SHAPES), default="cpu")
+    parser.add_argument("--starts", type=int, default=20)
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a start counts as hanging")
+    args = parser.parse_args()
+    cold: list[dict[str, Any]] = []
+    warm: list[dict[str, Any]] = []
+    for number in range(args.starts):
+        with tempfile.TemporaryDirectory() as folder:
+            cold.append(start(args.device, Path(folder) / "cache", args.limit))
+            print(number, "cold", json.dumps(cold[-1]), flush=True)
+            if number < args.warm:
+                warm.append(start(args.device, Path(folder) / "cache", args.limit))
+                print(number, "warm", json.dumps(warm[-1]), flush=True)
+    every = [*cold, *warm]
+    result = {
+        "processes": PROCESSES,
+        "shape": SHAPES[args.device],
+        "starts": len(cold),
+        **{f"{how}s" if how != "crash" else "crashes": sum(s["how"] == how for s in every)
+           for how in ("crash", "hang", "fallback")},
+        "cold_s": statistics.median(s["first_step_s"] for s in cold if "first_step_s" in s),
+        "warm_s": max((s["first_step_s"] for s in warm if "first_step_s" in s), default=None),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "each": {"cold": cold, "warm": warm},
+    }  # fmt: skip
+    print(write_result("cold_starts_" + {"cpu": "cpu", "cuda": "h200"}[args.device], result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
+
+    python benchmarks/placements_gpu.py [--only SUBSTRING] [--seconds 520]
+
+The list depends on the number of GPUs, the 27B stand-in's best split first; runs that would not end within `--seconds`
+are left for the next call, which goes on from what is in results/placements_h200_x<N>.json (or $OUT).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import RESULTS, write_result
+
+STORED = Path(__file__).parent / "results"
+LIMIT = 170
+"""Seconds a run may take, start and compilation included."""
+
+
+def placements(gpus: int) -> list[tuple[str, list[str]]]:
+    """(name, overrides): colocated on one and on all, and the splits."""
+    splits = {2: [(1, 1)], 4: [(3, 1), (2, 2)], 8: [(5, 3), (6, 2), (4, 4)]}.get(gpus, [])
+    out = [(f"split {m}+{n}", [f"placement.targets={m}", f"placement.drafters={n}", "placement.mode=split"])
+           for m, n in splits]  # fmt: skip
+    out.append((f"colocated x{gpus}", [f"placement.drafters={gpus}"]))
+    return out + [("colocated x1", ["placement.drafters=1"])]
+
+
+def one(geometry: str, tokens: int, overrides: list[str], rows: int, steps: int, cache: Path) -> dict[str, Any]:
+    """One placement by the command line; what it found, or how it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [
+            sys.executable, "-m", "draftsmith.cli", "bench", "--geometry", geometry, "--row-tokens", str(tokens),
+            "--rows-per-step", str(rows), "--steps", str(steps), "--json", str(out), f"compile.cache_dir={cache}",
+            *overrides,
+        ]  # fmt: skip
+        begin = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            said, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return {"failed": f"longer than {LIMIT} s", "said": process.communicate()[0][-1500:]}
+        if process.returncode or not out.is_file():
+            return {"failed": f"exit code {process.returncode}", "said": said[-1500:]}
+        return {**json.loads(out.read_text()), "whole_s": time.monotonic() - begin}
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = ["run | rows/s | tokens/s | supervised/s | drafters wait | targets wait | peak GiB | first step s | vs x1"]
+    for name, run in found.items():
+        if "failed" in run:
+            lines.append(f"{name} | failed: {run['failed']}")
+            continue
+        alone = found.get(name.rsplit(",", 1)[0] + ", colocated x1", {})
+        gain = f"{run['rows_per_s'] / alone['rows_per_s']:.2f}" if "rows_per_s" in alone else ""
+        waits, processes = run["waits"], run["processes"].values()
+        firsts = [p["first_step_s"] for p in processes if "first_step_s" in p]
+        lines.append(
+            f"{name} | {run['rows_per_s']:.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
+            f"{waits.get('drafters_waited', 0):.0%} | {waits.get('targets_waited', 0):.0%} | "
+            f"{max(p['peak_gib'] for p in processes):.1f} | {max(firsts):.1f} | {gain}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument("--rows", type=int, default=8, help="rows a step")
+    parser.add_argument("--steps", type=int, default=6)
+    args = parser.parse_args()
+    begin, gpus = time.monotonic(), torch.cuda.device_count()
+    name = f"placements_h200_x{gpus}"
+    found: dict[str, Any] = {}
+    for folder in (STORED, RESULTS):
+        if (folder / f"{name}.json").is_file():
+            found = json.loads((folder / f"{name}.json").read_text())["runs"]
+    with tempfile.TemporaryDirectory() as cache:
+        for geometry, tokens in (("dense-27b", 3072), ("qwen3-8b", 3072), ("dense-27b", 8192), ("qwen3-8b", 8192)):
+            for placement, overrides in placements(gpus):
+                key = f"{geometry}, T={tokens}, {placement}"
+                if args.only not in key or "rows_per_s" in found.get(key, {}):
+                    continue
+                if time.monotonic() - begin > args.seconds - LIMIT:
+                    print("left for the next call:", key)
+                    continue
+                # every placement of a geometry has as many rows a step, so that their losses can be compared
+                found[key] = one(geometry, tokens, overrides, args.rows, args.steps, Path(cache))
+                print(key, json.dumps(found[key])[:700], flush=True)
+                write_result(name, {"device": torch.cuda.get_device_name(), "gpus": gpus, "runs": found})
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

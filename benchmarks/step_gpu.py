@@ -1,0 +1,215 @@
+"""Steps on one GPU, part by part, beside the floor and beside vLLM's speculators, in one run.
+
+    python benchmarks/step_gpu.py        writes results/step_h200.json, or into $OUT where that is set
+
+Sections run one after the other in processes of their own, each with a time limit; the compile cache is a fresh folder,
+so that the first of them starts cold and the next warm.  The peer (PyPI speculators 0.9.0, its flex attention and its
+eager loss: the fused one fails on torch 2.11) must be importable: PYTHONPATH=.peers/speculators.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+LIMITS = {"drafter": 110, "peer": 100, "drafter_again": 70, "end_to_end": 110, "long": 130, "fp8": 130}
+"""Seconds a section may take."""
+GEOMETRY = "qwen3-8b"
+
+
+def drafter() -> dict[str, Any]:
+    """The drafter alone on given features: time by part, peak memory, ceilings of the same process."""
+    from draftsmith.bench import Bench, Shape, roofline
+
+    begin = time.monotonic()
+    bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
+    bench.build(target=False)
+    assert bench.compiler is not None
+    start = time.monotonic() - begin
+    before = roofline(bench.device, bench.dtype)
+    found = bench.time_drafter()
+    after = roofline(bench.device, bench.dtype)
+    floor = (
+        bench.work.drafter / before["gemm_tflops"] / 1e9 + bench.work.optimizer_bytes / before["copy_tb_per_s"] / 1e9
+    )
+    return {**found, "ceilings": [before, after], "floor_ms": floor, "start_s": start, "compiled": bench.compiler.facts}
+
+
+drafter_again = drafter
+
+
+def end_to_end() -> dict[str, Any]:
+    """Target and drafter in one process."""
+    from draftsmith.bench import Bench, Shape, render
+
+    begin = time.monotonic()
+    bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
+    found = bench.run()
+    print(render(found), flush=True)
+    return {**found, "built_s": bench.built_seconds, "all_s": time.monotonic() - begin}
+
+
+def long() -> dict[str, Any]:
+    """Rows of 65,536 tokens with 1,536 anchors, target and drafter in one process: does it fit?"""
+    import torch
+
+    from draftsmith.bench import Bench, Shape
+
+    bench = Bench(GEOMETRY, Shape(65536, 1536), "cuda", fields=_fields())
+    bench.build()
+    assert bench.step is not None
+    seconds = []
+    for number in range(3):
+        begin = time.monotonic()
+        bench.step.step(number, bench.rows[:1], bench.optimizer, 1e-4)
+        torch.cuda.synchronize()
+        seconds.append(time.monotonic() - begin)
+    return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "step_s": min(seconds), "said": bench.said}
+
+
+def fp8() -> dict[str, Any]:
+    """The linear layers of both in 8 bits: an experiment."""
+    from draftsmith.bench import Bench, Shape
+
+    bench = Bench(GEOMETRY, Shape(), "cuda", fields=[*_fields(), "train.fp8=both"])
+    bench.build()
+    return {"target_ms": bench.time_target(), "drafter": bench.time_drafter(), "said": bench.said,
+            "tokens_per_s": bench.time_end_to_end()}  # fmt: skip
+
+
+def peer() -> dict[str, Any]:
+    """The same step by speculators: same widths, row, number of anchors, loss weights, AdamW, bf16 over fp32 masters."""
+    import numpy as np
+    import torch
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.train.optimizers import build_optimizers
+    from transformers import Qwen3Config
+
+    from draftsmith.bench import GEOMETRIES, Shape, drafter_spec, random_row, roofline, timed
+
+    shape, geometry = Shape(), GEOMETRIES[GEOMETRY]
+    spec, device = drafter_spec(geometry, shape), torch.device("cuda")
+    layers = Qwen3Config(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim, rms_norm_eps=spec.rms_norm_eps, max_position_embeddings=40960,
+        tie_word_embeddings=False, layer_types=["full_attention"] * spec.num_layers,
+    )  # fmt: skip
+    layers._attn_implementation = "simple_flex_attention"
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layers, draft_vocab_size=spec.vocab_size, block_size=spec.block_size,
+        aux_hidden_state_layer_ids=list(spec.feature_layers), mask_token_id=spec.mask_token_id,
+    )  # fmt: skip
+    with device:
+        model = DFlashDraftModel(config).train()
+    with torch.no_grad():
+        for name in ("embed_tokens", "lm_head", "verifier_lm_head"):
+            getattr(model, name).weight.normal_(0, 0.02)
+        model.verifier_norm.weight.fill_(1.0)
+    for name in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"):
+        getattr(model, name).requires_grad_(False)
+    row = random_row(shape, spec.vocab_size, 0)
+    width = len(spec.feature_layers) * spec.hidden_size
+    batch = {
+        "hidden_states": torch.randn(1, shape.row_tokens, width, device=device, dtype=torch.bfloat16),
+        "verifier_last_hidden_states": torch.randn(
+            1, shape.row_tokens, spec.hidden_size, device=device, dtype=torch.bfloat16
+        ),
+        "input_ids": torch.from_numpy(row.tokens)[None].to(device),
+        "loss_mask": torch.from_numpy(row.supervised)[None].to(device),
+        "document_ids": torch.from_numpy(row.document.astype(np.int64))[None].to(device),
+        "position_ids": torch.from_numpy(row.positions)[None].to(device),
+    }
+    settings, _ = DFlashDraftModel.get_trainer_kwargs(
+        loss_fn="ce", loss_implementation="eager", max_anchors=shape.anchors,
+        per_position_loss_weight="fixed-exp-decay", dflash_decay_gamma=7.0,
+    )  # fmt: skip
+    optimizers = build_optimizers(model, SimpleNamespace(optimizer="adamw", lr=1e-4, weight_decay=0.0))
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch, **settings)[1]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    before = roofline(device, torch.bfloat16)
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    milliseconds = timed(step, device)
+    return {"step_ms": milliseconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "ceilings": [before]}
+
+
+def _fields() -> list[str]:
+    return [f"compile.cache_dir={os.environ['STEP_GPU_CACHE']}"]
+
+
+def run(section: str, cache: str) -> dict[str, Any]:
+    """One section in a process of its own; what it found, or why it did not."""
+    limit = LIMITS[section]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, __file__, section, str(out)]
+        try:
+            done = subprocess.run(command, timeout=limit, env={**os.environ, "STEP_GPU_CACHE": cache})
+        except subprocess.TimeoutExpired:
+            return {"failed": f"took longer than {limit} s"}
+        if not out.is_file():
+            return {"failed": f"exit code {done.returncode}"}
+        return dict(json.loads(out.read_text()))
+
+
+def main() -> None:
+    import torch
+    from _common import write_result
+
+    wanted = sys.argv[1:] or list(LIMITS)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for section in wanted:
+            found[section] = run(section, cache)
+            print(section, json.dumps(found[section])[:1500], flush=True)
+    ours, whole, other = found.get("drafter", {}), found.get("end_to_end", {}), found.get("peer", {})
+    steps = [s["step_ms"] for s in (ours, found.get("drafter_again", {})) if "step_ms" in s]
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "geometry": GEOMETRY,
+        "drafter_step_ms": min(steps, default=None),
+        "drafter_step_ms_each": steps,
+        "drafter_peak_gib": ours.get("peak_gib"),
+        "target_ms": whole.get("target_ms"),
+        "end_to_end_tokens_per_s": whole.get("end_to_end_tokens_per_s"),
+        "floor_ms": {"drafter_step": ours.get("floor_ms"), **whole.get("floor_ms", {})},
+        "gemm_tflops": ours.get("ceilings", [{}])[0].get("gemm_tflops"),
+        "peer_speculators_ms": other.get("step_ms"),
+        "peer_speculators_gib": other.get("peak_gib"),
+        "peer_ratio": other["step_ms"] / max(steps) if steps and "step_ms" in other else None,
+        "cold_start_s": ours.get("start_s"),
+        "warm_start_s": found.get("drafter_again", {}).get("start_s"),
+        "sections": found,
+    }
+    print(write_result("step_h200", result))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] in LIMITS and sys.argv[2] not in LIMITS:
+        faulthandler.dump_traceback_later(LIMITS[sys.argv[1]] - 5, exit=True)
+        from draftsmith import env
+
+        env.prepare()
+        Path(sys.argv[2]).write_text(json.dumps(globals()[sys.argv[1]]()))
+    else:
+        main()
