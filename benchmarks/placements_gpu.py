@@ -30,7 +30,7 @@ def placements(gpus: int) -> list[tuple[str, list[str]]]:
     out = [(f"split {m}+{n}", [f"placement.targets={m}", f"placement.drafters={n}", "placement.mode=split"])
            for m, n in splits]  # fmt: skip
     out.append((f"colocated x{gpus}", [f"placement.drafters={gpus}"]))
-    return out + [("colocated x1", ["placement.drafters=1"])]
+    return [*out, ("colocated x1", ["placement.drafters=1"])]
 
 
 def one(geometry: str, tokens: int, overrides: list[str], rows: int, steps: int, cache: Path) -> dict[str, Any]:
