@@ -1,0 +1,154 @@
+"""What `draftsmith plan` says against what short real runs do: rows a second, side by side on the same machine.
+
+    python benchmarks/plan_cpu.py [--only NAME]     writes results/plan_cpu.json; --only renews one target's entry
+
+Random targets of two sizes made on the spot, and SmolLM2-135M where SMOLLM2 names its folder.  Each is planned before
+and after the runs, and the two predictions averaged, because the pace of a shared machine drifts.  A run's rate is that
+of its log intervals without the first two (warm-up, rows made ahead) and the last (the targets have finished).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from _common import RESULTS, write_result
+from conftest import make_config, write_target
+
+from draftsmith.config import Config
+from draftsmith.data.tokenize import tokenize
+
+SECONDS = 24
+TOLERANCE = (0.75, 1.25)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SIZES = {
+    "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 10, "vocab_size": 4096, "head_dim": 64},
+    "medium": {
+        "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16, "vocab_size": 16384, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.02,
+    },
+}  # fmt: skip
+COMMON = (
+    "tokenize.heldout_fraction=0", "train.rows_per_step=2", "placement.run_ahead=2", "train.checkpoint_every=100000",
+    "placement.timeout_seconds=120",
+)  # fmt: skip
+SHAPES = {
+    "small": ("train.row_tokens=512", "train.anchors=64", "drafter.block_size=8", "drafter.num_layers=3"),
+    "medium": ("train.row_tokens=768", "train.anchors=48", "drafter.block_size=16", "drafter.num_layers=5"),
+    "smollm2": ("train.row_tokens=512", "train.anchors=64", "drafter.block_size=8", "drafter.mask_token_id=4"),
+}
+PLACEMENTS = {
+    "colocated x1": (),
+    "colocated x2": ("placement.drafters=2",),
+    "split 1 + 1": ("placement.mode=split", "placement.targets=1", "placement.drafters=1"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=list(SHAPES))
+    args = parser.parse_args()
+    before = RESULTS / "plan_cpu.json"
+    results = json.loads(before.read_text())["targets"] if args.only and before.is_file() else {}
+    smollm2 = os.environ.get("SMOLLM2")
+    for name in [args.only] if args.only else list(SHAPES):
+        if name == "smollm2" and not smollm2:
+            print("SMOLLM2 is not set: left out")
+            continue
+        work = Path(tempfile.mkdtemp(prefix="plan-"))
+        target = Path(smollm2 or "") if name == "smollm2" else write_target(work / "target", **SIZES[name])
+        results[name] = compare(name, target, work)
+        ratios = [p["ratio"] for target in results.values() for p in target["placements"].values()]
+        low, high = TOLERANCE
+        inside = sum(low <= r <= high for r in ratios)
+        summary = {"threads_per_process": 1, "tolerance": TOLERANCE, "inside": inside, "of": len(ratios)}
+        print(write_result("plan_cpu", {**summary, "targets": results}), summary, flush=True)
+
+
+def compare(name: str, target: Path, work: Path) -> dict:
+    config = make_config(target, work, *COMMON, *SHAPES[name])
+    conversations(config.conversations)
+    tokenize(config)
+    first = plans(target, work, name)
+    out = {}
+    for placement in PLACEMENTS:
+        guess = rates(first)[placement]
+        steps = max(16, math.ceil(SECONDS * guess / config.train.rows_per_step))
+        out[placement] = run(target, work, name, placement, steps)
+    second = plans(target, work, name)
+    for placement, measured in out.items():
+        twice = [rates(first)[placement], rates(second)[placement]]
+        predicted = statistics.mean(twice)
+        measured |= {"predicted": predicted, "both_predictions": twice, "ratio": predicted / measured["rows_per_s"]}
+        print(name, placement, {k: v for k, v in measured.items() if k != "intervals"}, flush=True)
+    return {"settings": [*COMMON, *SHAPES[name]], "row": first[0]["row"], "placements": out,
+            "recommended": first[1]["recommended"]}  # fmt: skip
+
+
+def written(target: Path, work: Path, name: str, *overrides: str) -> tuple[Path, Config]:
+    config = make_config(target, work, f"name={name}", *COMMON, *SHAPES[name], *overrides)
+    path = work / f"{name}.json"
+    path.write_text(config.dump())
+    return path, config
+
+
+def plans(target: Path, work: Path, name: str) -> list[dict]:
+    """Plans for one process and for two."""
+    found = []
+    for overrides in (PLACEMENTS["colocated x1"], PLACEMENTS["colocated x2"]):
+        path, _ = written(target, work, name, *overrides)
+        command = [sys.executable, "-m", "draftsmith.cli", "plan", str(path), "--json"]
+        found.append(json.loads(subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE).stdout))
+    return found
+
+
+def rates(planned: list[dict]) -> dict[str, float]:
+    return {p["name"]: p["rows_per_s"] for one in planned for p in one["placements"]}
+
+
+def run(target: Path, work: Path, name: str, placement: str, steps: int) -> dict:
+    label = f"{name}-{placement.replace(' ', '')}".replace("+", "-")
+    every = max(1, steps // 8)
+    path, config = written(
+        target, work, name, f"train.steps={steps}", f"train.log_every={every}", *PLACEMENTS[placement]
+    )
+    path.write_text(json.dumps({**json.loads(config.dump()), "name": label}))
+    command = [sys.executable, "-m", "draftsmith.cli", "train", str(path)]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:])
+    metrics = config.runs_dir / label / "attempt_1" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "rate"]
+    kept = found[2:-1]
+    return {
+        "rows_per_s": sum(i["rows"] for i in kept) / sum(i["seconds"] for i in kept),
+        "rows": sum(i["rows"] for i in kept),
+        "peak_rss_gib": max(i["peak_rss_bytes"] for i in found) / 2**30,
+        "intervals": [round(i["rows_per_s"], 3) for i in found],
+    }
+
+
+def conversations(path: Path, count: int = 300) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as out:
+        for i in range(count):
+            answer = " ".join(f"Step {k} of answer {i} says {(i * 7 + k * 13) % 97}." for k in range(2 + i * 5 % 9))
+            messages = [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": answer}]
+            out.write(
+                json.dumps({"id": f"p{i}", "messages": messages, "finish_reason": "stop", "completion_tokens": 9})
+                + "\n"
+            )
+
+
+if __name__ == "__main__":
+    main()
