@@ -17,7 +17,7 @@ GIB = 2**30
 BUCKET_BYTES = 128 * 2**20
 """As train/dist.py reduces gradients."""
 RUNTIME_BYTES = {"cpu": 0.5 * GIB, "gpu": 0.8 * GIB}
-"""Of a process that holds nothing yet: interpreter and libraries; on a GPU its context and the communication buffers."""
+"""Of a process that holds nothing yet: interpreter and libraries; on a GPU its context and buffers to communicate."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Where processes will share cores, several measure at once, each in a process of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def measure(work: Work, device: torch.device) -> Rates:
     target_speed, target_fixed = 1.0, 0.0
     if not settings.files:
         extractors, depth = target_layers(work, device)
-        one, two = timer.each([lambda e=e: [e.row(r) for r in rows] for e in extractors])
+        one, two = timer.each([partial(_all, e.row, rows) for e in extractors])
         layer = max(two - one, one * 0.05) / depth / len(rows)
         target_speed = target_flops(geometry, settings) / (layer * geometry.layers)
         target_fixed = max(0.0, one / len(rows) - layer * depth)
@@ -102,7 +104,7 @@ def _trunk(
     """FLOP/s of the drafter's layers, seconds a row beside them, and a drafter with gradients."""
     spec, settings = work.spec, work.settings
     steps = [drafter_row(work, depth, device, dtype) for depth in (1, 2)]
-    one, two = timer.each([lambda s=s: [s[0](r) for r in rows] for s in steps])
+    one, two = timer.each([partial(_all, run, rows) for run, _ in steps])
     flops = [trunk_flops(_deep(spec, depth), settings) for depth in (1, 2)]
     whole = trunk_flops(spec, settings)
     layer = max(two - one, one * 0.05) / len(rows)
@@ -171,6 +173,11 @@ def drafter_row(
     return run, drafter
 
 
+def _all(run: Callable[[PackedRow], Any], rows: Sequence[PackedRow]) -> None:
+    for row in rows:
+        run(row)
+
+
 def loss_chunk(spec: DrafterSpec, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
     head = torch.randn(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
     hidden = torch.randn(rows, spec.hidden_size, device=device, dtype=dtype)
@@ -228,14 +235,18 @@ def measure_together(config: Config, count: int) -> Rates:
         file.write(config.dump())
         file.flush()
         command = [sys.executable, "-m", "draftsmith.rates", file.name]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        children = [subprocess.Popen(command, text=True, **pipes) for _ in range(count)]
+        children = [
+            subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for _ in range(count)
+        ]
         try:
             for child in children:
+                assert child.stdout is not None
                 while (line := child.stdout.readline()) and line.strip() != "ready":
                     pass
-            for child in children:
-                if child.poll() is None:
+            with contextlib.suppress(BrokenPipeError):  # one that has failed is reported below
+                for child in children:
+                    assert child.stdin is not None
                     child.stdin.write("go\n")
                     child.stdin.flush()
             said = [child.communicate() for child in children]
