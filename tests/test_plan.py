@@ -21,10 +21,10 @@ from draftsmith.predict import (
     Rates,
     Settings,
     card_rates,
+    choices,
     drafter_parameters,
     memory,
     predict,
-    splits,
     too_little,
 )
 from draftsmith.rates import measure, measure_together
@@ -90,13 +90,16 @@ def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
 
 
 def test_every_split_whose_drafters_divide_the_step_is_listed():
-    assert splits(8, 24) == [
+    assert choices(8, 24) == [
         ("colocated", 0, 8), ("split", 7, 1), ("split", 6, 2), ("split", 5, 3), ("split", 4, 4), ("split", 2, 6),
     ]  # fmt: skip
-    assert splits(8, 1) == [("split", 7, 1)]
-    assert splits(1, 1) == [("colocated", 0, 1)]
+    assert choices(8, 1) == [("split", 7, 1)]
+    assert choices(1, 1) == [("colocated", 0, 1)]
     with pytest.raises(InputError, match="at least one"):
-        splits(0, 1)
+        choices(0, 1)
+    assert choices(2, 4, files=True) == [("colocated", 0, 2)]
+    with pytest.raises(InputError, match="a multiple of 8"):
+        choices(8, 1, files=True)
 
 
 def test_the_slower_role_bounds_a_split_and_cores_are_shared():

@@ -282,14 +282,23 @@ def _activations(spec: DrafterSpec, settings: Settings) -> float:
     return spec.num_layers * (q * query + t * context + shared) + masks + features
 
 
-def splits(processes: int, rows_per_step: int) -> list[tuple[str, int, int]]:
-    """(mode, targets, drafters) of every placement of so many processes: the drafters must divide the rows of a step.
+def choices(processes: int, rows_per_step: int, *, files: bool = False) -> list[tuple[str, int, int]]:
+    """(mode, targets, drafters) of every placement that a config can have: the drafters must divide the rows of a step,
+    and where features come from files there is nothing to split.
 
-    Raises InputError for no process at all."""
+    Raises InputError where there is none.
+    """
     if processes < 1:
         raise InputError(f"a plan needs at least one process or GPU, not {processes}")
     found = [("colocated", 0, processes)] if rows_per_step % processes == 0 else []
-    return found + [("split", processes - n, n) for n in range(1, processes) if rows_per_step % n == 0]
+    if not files:
+        found += [("split", processes - n, n) for n in range(1, processes) if rows_per_step % n == 0]
+    if not found:
+        raise InputError(
+            f"train.rows_per_step {rows_per_step} cannot be shared by {processes} processes, and with "
+            f"train.features=files there is no split: set it to a multiple of {processes}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -334,7 +343,7 @@ def predict(
     alone = _seconds(geometry, spec, settings, rates)
     beside = (crowd[0], _seconds(geometry, spec, settings, crowd[1])) if crowd else None
     placements = []
-    for mode, m, n in splits(processes, settings.rows_per_step):
+    for mode, m, n in choices(processes, settings.rows_per_step, files=settings.files):
         parts = memory(geometry, spec, settings, n)
         roles = ["colocated"] * n if mode == "colocated" else ["drafter"] * n + ["target"] * m
         need = [0.0] * len(devices)
