@@ -2,9 +2,9 @@
 
     python benchmarks/plan_cpu.py [--only NAME]     writes results/plan_cpu.json; --only renews one target's entry
 
-Random targets of two sizes made on the spot, and SmolLM2-135M where SMOLLM2 names its folder.  Each is planned before
-and after the runs, and the two predictions averaged, because the pace of a shared machine drifts.  A run's rate is that
-of its log intervals without the first two (warm-up, rows made ahead) and the last (the targets have finished).
+Random targets of two sizes made on the spot, and SmolLM2-135M where SMOLLM2 names its folder.  Plans and runs take
+turns, and a run is held to the plans just before and just after it, because the pace of a shared machine drifts.  A run's
+rate is that of its log intervals without the first two (warm-up, rows made ahead) and the last (targets have finished).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from conftest import make_config, write_target
 from draftsmith.config import Config
 from draftsmith.data.tokenize import tokenize
 
-SECONDS = 24
+SECONDS, ROUNDS = 20, 2
 TOLERANCE = (0.75, 1.25)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIZES = {
@@ -78,50 +78,47 @@ def compare(name: str, target: Path, work: Path) -> dict:
     config = make_config(target, work, *COMMON, *SHAPES[name])
     conversations(config.conversations)
     tokenize(config)
-    first = plans(target, work, name)
+    said = [plan(target, work, name)]
+    runs: dict[str, list[dict]] = {placement: [] for placement in PLACEMENTS}
+    for number in range(ROUNDS):
+        for placement in PLACEMENTS:
+            steps = max(12, math.ceil(SECONDS * rates(said[-1])[placement] / config.train.rows_per_step))
+            runs[placement].append(run(target, work, f"{name}-{number}", name, placement, steps))
+            said.append(plan(target, work, name))
+            runs[placement][-1]["predicted"] = [rates(one)[placement] for one in said[-2:]]
     out = {}
-    for placement in PLACEMENTS:
-        guess = rates(first)[placement]
-        steps = max(16, math.ceil(SECONDS * guess / config.train.rows_per_step))
-        out[placement] = run(target, work, name, placement, steps)
-    second = plans(target, work, name)
-    for placement, measured in out.items():
-        twice = [rates(first)[placement], rates(second)[placement]]
-        predicted = statistics.mean(twice)
-        measured |= {"predicted": predicted, "both_predictions": twice, "ratio": predicted / measured["rows_per_s"]}
-        print(name, placement, {k: v for k, v in measured.items() if k != "intervals"}, flush=True)
-    return {"settings": [*COMMON, *SHAPES[name]], "row": first[0]["row"], "placements": out,
-            "recommended": first[1]["recommended"]}  # fmt: skip
+    for placement, found in runs.items():
+        predicted = statistics.mean(p for one in found for p in one["predicted"])
+        measured = statistics.mean(one["rows_per_s"] for one in found)
+        out[placement] = {"predicted": predicted, "measured": measured, "ratio": predicted / measured, "runs": found}
+        print(name, placement, out[placement], flush=True)
+    return {"settings": [*COMMON, *SHAPES[name]], "row": said[0]["row"], "placements": out,
+            "recommended": [one["recommended"] for one in said], "memory_gib": said[0]["memory_gib"]}  # fmt: skip
 
 
-def written(target: Path, work: Path, name: str, *overrides: str) -> tuple[Path, Config]:
-    config = make_config(target, work, f"name={name}", *COMMON, *SHAPES[name], *overrides)
-    path = work / f"{name}.json"
+def written(target: Path, work: Path, shape: str, *overrides: str) -> tuple[Path, Config]:
+    config = make_config(target, work, *COMMON, *SHAPES[shape], *overrides)
+    path = work / f"{config.name}.json"
     path.write_text(config.dump())
     return path, config
 
 
-def plans(target: Path, work: Path, name: str) -> list[dict]:
-    """Plans for one process and for two."""
-    found = []
-    for overrides in (PLACEMENTS["colocated x1"], PLACEMENTS["colocated x2"]):
-        path, _ = written(target, work, name, *overrides)
-        command = [sys.executable, "-m", "draftsmith.cli", "plan", str(path), "--json"]
-        found.append(json.loads(subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE).stdout))
-    return found
+def plan(target: Path, work: Path, shape: str) -> dict:
+    """The plan for two processes; what it measures of one process alone is the prediction for one."""
+    path, _ = written(target, work, shape, "placement.drafters=2")
+    command = [sys.executable, "-m", "draftsmith.cli", "plan", str(path), "--json"]
+    return json.loads(subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def rates(planned: list[dict]) -> dict[str, float]:
-    return {p["name"]: p["rows_per_s"] for one in planned for p in one["placements"]}
+def rates(planned: dict) -> dict[str, float]:
+    alone = 1 / (planned["target_seconds_per_row"] + planned["drafter_seconds_per_row"])
+    return {"colocated x1": alone, **{p["name"]: p["rows_per_s"] for p in planned["placements"]}}
 
 
-def run(target: Path, work: Path, name: str, placement: str, steps: int) -> dict:
-    label = f"{name}-{placement.replace(' ', '')}".replace("+", "-")
-    every = max(1, steps // 8)
-    path, config = written(
-        target, work, name, f"train.steps={steps}", f"train.log_every={every}", *PLACEMENTS[placement]
-    )
-    path.write_text(json.dumps({**json.loads(config.dump()), "name": label}))
+def run(target: Path, work: Path, label: str, shape: str, placement: str, steps: int) -> dict:
+    label = f"{label}-{placement.replace(' ', '').replace('+', '-')}"
+    every = f"train.log_every={max(1, steps // 8)}"
+    path, config = written(target, work, shape, f"name={label}", f"train.steps={steps}", every, *PLACEMENTS[placement])
     command = [sys.executable, "-m", "draftsmith.cli", "train", str(path)]
     done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:

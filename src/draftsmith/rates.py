@@ -40,7 +40,7 @@ CPU_LINK, CPU_REDUCE = 2e9, 1.5e9
 """gloo over loopback, two processes, 8 to 64 MB, measured."""
 VOCAB = 8
 """Rows of the stand-ins for embedding and head, which are measured apart."""
-PASSES, LONG = 6, 4.0
+PASSES, LONG = 8, 3.0
 """How often a thing is timed; after so many seconds, two times are enough."""
 
 
@@ -217,14 +217,14 @@ class _Timer:
         return self.each([run])[0]
 
     def each(self, runs: Sequence[Callable[[], Any]]) -> list[float]:
-        """Median seconds of each, after one call to warm up; in turn, so that the machine's pace meets all alike."""
+        """Mean seconds of each, after one call to warm up; in turn, so that the machine's pace meets all alike."""
         for run in runs:
             run()
         times: list[list[float]] = []
         begin = time.perf_counter()
         while len(times) < 2 or (len(times) < PASSES and time.perf_counter() - begin < LONG):
             times.append([self._seconds(run) for run in runs])
-        return [statistics.median(t) for t in zip(*times, strict=True)]
+        return [statistics.mean(t) for t in zip(*times, strict=True)]
 
 
 def measure_together(config: Config, count: int) -> Rates:
