@@ -17,11 +17,11 @@ from draftsmith.plan import prepare
 from draftsmith.predict import (
     CARDS,
     GIB,
-    Geometry,
     Rates,
     Settings,
     card_rates,
     choices,
+    dense_geometry,
     drafter_parameters,
     memory,
     predict,
@@ -29,10 +29,9 @@ from draftsmith.predict import (
 )
 from draftsmith.rates import measure, measure_together
 
-QWEN3_8B = Geometry(
-    parameters=8_190_735_360, needed_parameters=6_560_000_000, active_parameters=6_560_000_000, layers=34, hidden=4096,
-    intermediate=12288, attention_width=4096, tied=False,
-)  # fmt: skip
+QWEN3_8B = dense_geometry(
+    layers=36, needed=34, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=False
+)
 DRAFTER = dataclasses.replace(
     SPEC, hidden_size=4096, vocab_size=151936, num_layers=5, intermediate_size=12288, num_heads=32, num_kv_heads=8,
     head_dim=128, block_size=16, feature_layers=(1, 9, 17, 25, 33), num_target_layers=36, layer_types=("full",) * 5,
@@ -71,6 +70,14 @@ def test_target_counts_are_those_of_the_loaded_target(target, stored):
     assert work.geometry.needed_parameters == sum(p.numel() for p in needed.parameters())
     weights = memory(work.geometry, work.spec, work.settings, 1)["target"]["weights"]
     assert weights == sum(p.numel() * p.element_size() for p in target.model.parameters())
+
+
+def test_a_geometry_by_hand_is_that_of_the_config(stored):
+    work = prepare(stored)
+    needed = work.spec.feature_layers[-1] + 1
+    assert work.geometry == dense_geometry(
+        layers=8, needed=needed, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=272, tied=False
+    )
 
 
 def test_a_row_counts_what_the_loader_and_the_blocks_give(stored):
@@ -132,6 +139,9 @@ def test_what_does_not_fit_is_named_with_what_would():
     for tokens, fits in ((shorter, True), (shorter + 64, False)):
         peak = memory(QWEN3_8B, DRAFTER, dataclasses.replace(ROW, row_tokens=tokens), 8)["colocated"]["peak"]
         assert (peak <= 40 * GIB) == fits
+    ahead = dataclasses.replace(ROW, run_ahead=2000)
+    split = predict(QWEN3_8B, DRAFTER, ahead, H200, 8, devices).placements[3]
+    assert "placement.run_ahead=" in too_little(QWEN3_8B, DRAFTER, ahead, split, devices, [split])
     nothing = predict(QWEN3_8B, DRAFTER, ROW, H200, 8, [10 * GIB] * 8)
     assert nothing.recommended is None
     line = too_little(QWEN3_8B, DRAFTER, ROW, nothing.placements[1], [10 * GIB] * 8, nothing.placements)

@@ -39,6 +39,16 @@ class Geometry:
     tied: bool
 
 
+def dense_geometry(
+    *, layers: int, needed: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int,
+    tied: bool,
+) -> Geometry:  # fmt: skip
+    """Of a dense model of Qwen3's kind: gated MLP, a norm on queries and keys, no biases."""
+    layer = 2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * intermediate + 2 * head_dim + 2 * hidden
+    whole = layers * layer + (1 if tied else 2) * vocab * hidden + hidden
+    return Geometry(whole, needed * layer, needed * layer, needed, hidden, intermediate, heads * head_dim, tied)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the config and the store say about a row."""
@@ -439,21 +449,28 @@ def too_little(
             need[rank % len(devices)] += parts[kind]["peak"]
         return all(a <= b for a, b in zip(need, devices, strict=True))
 
-    if t := _largest(settings.row_tokens, 64, lambda x: fits(_shorter(settings, row_tokens=x))):
+    if placement.targets and (n := _largest(settings.run_ahead, 1, lambda x: fits(_but(settings, run_ahead=x)))):
+        ways.append(f"placement.run_ahead={n} instead of {settings.run_ahead}")
+    if t := _largest(settings.row_tokens, 64, lambda x: fits(_but(settings, row_tokens=x))):
         ways.append(f"train.row_tokens={t} instead of {settings.row_tokens}")
-    if a := _largest(settings.anchors, 8, lambda x: fits(_shorter(settings, anchors=x))):
+    if a := _largest(settings.anchors, 8, lambda x: fits(_but(settings, anchors=x))):
         ways.append(f"train.anchors={a} instead of {settings.anchors}")
-    return f"{line}; what fits: {', or '.join(ways)}" if ways else f"{line}; neither a split nor shorter rows would fit"
+    return (
+        f"{line}; what fits: {', or '.join(ways)}"
+        if ways
+        else f"{line}; neither another placement nor shorter rows would"
+    )
 
 
-def _shorter(settings: Settings, *, row_tokens: int | None = None, anchors: int | None = None) -> Settings:
-    """The same data in shorter rows, or with fewer anchors."""
-    share = (row_tokens or settings.row_tokens) / settings.row_tokens
-    slots = (anchors or settings.anchors) / settings.anchors
+def _but(settings: Settings, *, row_tokens: int = 0, anchors: int = 0, run_ahead: int = 0) -> Settings:
+    """The same data in rows of other size, or fewer rows in flight."""
+    share = row_tokens / settings.row_tokens if row_tokens else 1.0
+    slots = anchors / settings.anchors if anchors else 1.0
     return dataclasses.replace(
         settings,
         row_tokens=row_tokens or settings.row_tokens,
         anchors=anchors or settings.anchors,
+        run_ahead=run_ahead or settings.run_ahead,
         tokens=settings.tokens * share,
         squares=settings.squares * share,
         used=settings.used * slots,
