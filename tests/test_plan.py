@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers_train import SPEC
 from draftsmith.cli import main
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
-from draftsmith.plan import prepare
+from draftsmith.plan import available_memory, prepare
 from draftsmith.predict import (
     CARDS,
     GIB,
@@ -153,6 +154,11 @@ def test_one_memory_holds_all_processes_and_a_gpu_those_that_share_it():
     two = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15] * 2).placements[0]
     four = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15] * 4).placements[0]
     assert one.need[0] == pytest.approx(2 * two.need[0]) == pytest.approx(4 * four.need[0])
+
+
+def test_available_memory_is_part_of_the_machine():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory() < total
 
 
 def test_plan_for_gpus_that_are_not_here(target_folder, tmp_path, capsys):

@@ -163,8 +163,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Everything `draftsmith plan` says.  memory: bytes by role and part; `peak` is less than their sum where parts do
-    not live at the same time."""
+    """Everything `draftsmith plan` says.  memory: bytes by role and part, with the drafters of the recommended placement
+    (none fits: of the first); `peak` is less than their sum where parts do not live at the same time."""
 
     drafter_parameters: int
     target_flops: float
@@ -364,15 +364,16 @@ def predict(
         fits = all(a <= b for a, b in zip(need, devices, strict=True))
         placements.append(Placement(name, mode, m, n, rate, tuple(need), fits))
     fitting = [p for p in placements if p.fits]
+    best = max(fitting, key=lambda p: p.rows_per_s) if fitting else None
     return Prediction(
         drafter_parameters=drafter_parameters(spec),
         target_flops=0.0 if settings.files else target_flops(geometry, settings),
         drafter_flops=trunk_flops(spec, settings) + head_flops(spec, settings),
         target_seconds=alone.target,
         drafter_seconds=alone.drafter + alone.step / settings.rows_per_step,
-        memory=memory(geometry, spec, settings, 1),
+        memory=memory(geometry, spec, settings, (best or placements[0]).drafters),
         placements=tuple(placements),
-        recommended=max(fitting, key=lambda p: p.rows_per_s).name if fitting else None,
+        recommended=best.name if best else None,
     )
 
 
