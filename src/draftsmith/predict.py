@@ -163,8 +163,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Everything `draftsmith plan` says.  memory: bytes by role and part, with the drafters of the recommended placement
-    (none fits: of the first); `peak` is less than their sum where parts do not live at the same time."""
+    """Everything `draftsmith plan` says.  memory: bytes by role and part, in the recommended placement (none fits: in
+    the first); `peak` is less than their sum where parts do not live at the same time."""
 
     drafter_parameters: int
     target_flops: float
