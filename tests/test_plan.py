@@ -199,8 +199,10 @@ def test_a_run_that_does_not_fit_exits_2(target_folder, tmp_path, capsys, monkey
     assert "none fits" in said.out
 
 
-def test_measured_rates_give_back_the_measured_seconds(stored):
-    work = prepare(stored)
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_measured_rates_give_back_the_measured_seconds(stored, dtype):
+    train = stored.train.model_copy(update={"compute_dtype": dtype})
+    work = prepare(stored.model_copy(update={"train": train}))
     rates = measure(work, torch.device("cpu"))
     assert all(v > 0 for k, v in dataclasses.asdict(rates).items() if not k.endswith("fixed"))
     found = predict(work.geometry, work.spec, work.settings, rates, 1, [1e12])

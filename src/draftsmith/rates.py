@@ -38,6 +38,7 @@ GPU_LINK, GPU_REDUCE = 323e9, 341e9
 """Bytes a second between two H200 over NVLink, measured; they cannot be measured with one GPU at hand."""
 CPU_LINK, CPU_REDUCE = 2e9, 1.5e9
 """gloo over loopback, two processes, 8 to 64 MB, measured."""
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 VOCAB = 8
 """Rows of the stand-ins for embedding and head, which are measured apart."""
 PASSES, LONG = 8, 3.0
@@ -62,7 +63,7 @@ def measure(work: Work, device: torch.device) -> Rates:
     """Rates of this process, as it is, alone or beside others."""
     timer = _Timer(device)
     geometry, spec, settings = work.geometry, work.spec, work.settings
-    dtype = torch.bfloat16 if settings.compute_bytes == 2 else torch.float32
+    dtype = DTYPES[settings.compute_bytes]
     rows = [_stand_in(row) for row in work.rows]
     target_speed, target_fixed = 1.0, 0.0
     if not settings.files:
@@ -127,7 +128,7 @@ def target_layers(work: Work, device: torch.device) -> tuple[list[FeatureExtract
         if getattr(small, "layer_types", None):
             small.layer_types = [kinds[i % depth] for i in range(layers)]
         config._attn_implementation = "sdpa" if type(work.target.model)._supports_sdpa else "eager"
-        dtype = torch.bfloat16 if work.settings.target_bytes == 2 else torch.float32
+        dtype = DTYPES[work.settings.target_bytes]
         with torch.device(device):
             model = type(work.target.model)(config).to(dtype).eval().requires_grad_(False)
         target = dataclasses.replace(
@@ -149,6 +150,8 @@ def drafter_row(
     """One row of training, as the loop does it, through a drafter of so many layers and a head of few words."""
     spec = dataclasses.replace(_deep(work.spec, layers), mask_token_id=1, vocab_size=VOCAB)
     drafter = DFlashDrafter(spec).initialize(0).to(device)
+    if dtype == torch.float64:
+        drafter.double()
     small = torch.randn(VOCAB, spec.hidden_size, device=device, dtype=dtype)
     train = work.config.train
     width = len(spec.feature_layers) * spec.hidden_size
