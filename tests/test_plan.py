@@ -209,6 +209,6 @@ def test_measured_rates_give_back_the_measured_seconds(stored, dtype):
     assert 1e-4 < found.target_seconds < 5 and 1e-4 < found.drafter_seconds < 5
 
 
-def test_processes_that_will_share_cores_measure_side_by_side(stored):
-    rates = measure_together(stored, 2)
+def test_a_process_beside_others_measures_when_told(stored):
+    rates = measure_together(stored, 1)
     assert rates.drafter_flops > 0 and rates.target_flops > 0
