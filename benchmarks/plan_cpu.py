@@ -1,22 +1,28 @@
 """What `draftsmith plan` says against what short real runs do: rows a second, side by side on the same machine.
 
-    python benchmarks/plan_cpu.py [--only NAME]     writes results/plan_cpu.json; --only renews one target's entry
+    python benchmarks/plan_cpu.py [--only NAME] [--seconds 400]     writes results/plan_cpu.json; --only renews one target's entry
 
 Random targets of two sizes made on the spot, and SmolLM2-135M where SMOLLM2 names its folder.  Plans and runs take
-turns, and a run is held to the plans just before and just after it, because the pace of a shared machine drifts.  A run's
-rate is that of its log intervals without the first two (warm-up, rows made ahead) and the last (targets have finished).
+turns until there are enough of each, or the time is up.  The machine is shared and its pace varies twofold within seconds,
+so each waits a while for a quiet moment, and what counts are those during which other programs took at most a tenth of
+the machine (fewer than two such: the two least disturbed).  All are recorded.  A run's rate is that of its log intervals
+without the first two (warm-up, rows made ahead) and the last (targets have finished).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -27,7 +33,12 @@ from conftest import make_config, write_target
 from draftsmith.config import Config
 from draftsmith.data.tokenize import tokenize
 
-SECONDS, ROUNDS = 20, 2
+RUN_SECONDS = 10
+ENOUGH = {"plans": 3, "runs": 2}
+QUIET = 0.1
+"""Share of the machine that other programs may take."""
+PATIENCE = 12
+"""Seconds to wait for a quiet moment."""
 TOLERANCE = (0.75, 1.25)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIZES = {
@@ -56,6 +67,7 @@ PLACEMENTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=list(SHAPES))
+    parser.add_argument("--seconds", type=float, default=400, help="begin no further round after so many, by target")
     args = parser.parse_args()
     before = RESULTS / "plan_cpu.json"
     results = json.loads(before.read_text())["targets"] if args.only and before.is_file() else {}
@@ -66,7 +78,7 @@ def main() -> None:
             continue
         work = Path(tempfile.mkdtemp(prefix="plan-"))
         target = Path(smollm2 or "") if name == "smollm2" else write_target(work / "target", **SIZES[name])
-        results[name] = compare(name, target, work)
+        results[name] = compare(name, target, work, args.seconds)
         ratios = [p["ratio"] for target in results.values() for p in target["placements"].values()]
         low, high = TOLERANCE
         inside = sum(low <= r <= high for r in ratios)
@@ -74,26 +86,70 @@ def main() -> None:
         print(write_result("plan_cpu", {**summary, "targets": results}), summary, flush=True)
 
 
-def compare(name: str, target: Path, work: Path) -> dict:
+def compare(name: str, target: Path, work: Path, seconds: float) -> dict:
+    end = time.monotonic() + seconds
     config = make_config(target, work, *COMMON, *SHAPES[name])
     conversations(config.conversations)
     tokenize(config)
-    said = [plan(target, work, name)]
+    said = [watched(lambda: plan(target, work, name))]
     runs: dict[str, list[dict]] = {placement: [] for placement in PLACEMENTS}
-    for number in range(ROUNDS):
+    for number in itertools.count():
         for placement in PLACEMENTS:
-            steps = max(12, math.ceil(SECONDS * rates(said[-1])[placement] / config.train.rows_per_step))
-            runs[placement].append(run(target, work, f"{name}-{number}", name, placement, steps))
-            said.append(plan(target, work, name))
-            runs[placement][-1]["predicted"] = [rates(one)[placement] for one in said[-2:]]
+            if number and len(quiet(runs[placement])) >= ENOUGH["runs"]:
+                continue
+            steps = max(14, math.ceil(RUN_SECONDS * rates(said[-1])[placement] / config.train.rows_per_step))
+            label = f"{name}-{number}"
+            runs[placement].append(watched(lambda p=placement, n=steps, at=label: run(target, work, at, name, p, n)))
+            if len(quiet(said)) < ENOUGH["plans"] or len(said) < len(PLACEMENTS):
+                said.append(watched(lambda: plan(target, work, name)))
+        done = all(len(quiet(r)) >= ENOUGH["runs"] for r in runs.values()) and len(quiet(said)) >= ENOUGH["plans"]
+        if done or time.monotonic() > end:
+            break
     out = {}
     for placement, found in runs.items():
-        predicted = statistics.mean(p for one in found for p in one["predicted"])
-        measured = statistics.mean(one["rows_per_s"] for one in found)
+        predicted = statistics.mean(rates(one)[placement] for one in counted(said))
+        measured = statistics.mean(one["rows_per_s"] for one in counted(found))
         out[placement] = {"predicted": predicted, "measured": measured, "ratio": predicted / measured, "runs": found}
         print(name, placement, out[placement], flush=True)
-    return {"settings": [*COMMON, *SHAPES[name]], "row": said[0]["row"], "placements": out,
-            "recommended": [one["recommended"] for one in said], "memory_gib": said[0]["memory_gib"]}  # fmt: skip
+    plans = [{"rows_per_s": rates(one), "others": one["others"], "recommended": one["recommended"]} for one in said]
+    print(name, plans, flush=True)
+    return {"settings": [*COMMON, *SHAPES[name]], "row": said[0]["row"], "placements": out, "plans": plans,
+            "memory_gib": said[0]["memory_gib"]}  # fmt: skip
+
+
+def quiet(found: list[dict]) -> list[dict]:
+    return [one for one in found if one["others"] <= QUIET]
+
+
+def counted(found: list[dict]) -> list[dict]:
+    good = quiet(found)
+    return good if len(good) >= 2 else sorted(found, key=lambda one: one["others"])[:2]
+
+
+def watched(work: Callable[[], dict]) -> dict:
+    """The result of `work` after a wait for a quiet moment, with `others`: the share of all cores that programs besides
+    it took meanwhile."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        before = busy()
+        time.sleep(1.0)
+        if (busy() - before) / os.cpu_count() <= QUIET:
+            break
+    begin, before, own = time.monotonic(), busy(), children()
+    found = work()
+    wall = (time.monotonic() - begin) * os.cpu_count()
+    return {**found, "others": round(max(0.0, busy() - before - (children() - own)) / wall, 3)}
+
+
+def busy() -> float:
+    """Seconds that all cores together have worked since the machine was started."""
+    user, nice, system, _, _, interrupts, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def written(target: Path, work: Path, shape: str, *overrides: str) -> tuple[Path, Config]:
