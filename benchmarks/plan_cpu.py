@@ -3,24 +3,26 @@
     python benchmarks/plan_cpu.py [--only NAME] [--seconds 400]     writes results/plan_cpu.json; --only renews one target's entry
 
 Random targets of two sizes made on the spot, and SmolLM2-135M where SMOLLM2 names its folder.  Plans and runs take
-turns until there are enough of each, or the time is up.  The machine is shared and its pace varies twofold within seconds,
-so each waits a while for a quiet moment, and what counts are those during which other programs took at most a tenth of
-the machine (fewer than two such: the two least disturbed).  All are recorded.  A run's rate is that of its log intervals
-without the first two (warm-up, rows made ahead) and the last (targets have finished).
+turns until there are enough of each, or the time is up.  The machine is shared and its pace varies twofold within seconds.
+So each waits a while for a quiet moment, and the share of its life that it had a core when it wanted one (`pace`, by the
+kernel's count of run and wait) is divided out of both, plans and runs.  As they came is recorded beside (`ratio_as_timed`).
+A run's rate is that of its log intervals without the first two (warm-up, rows made ahead) and the last (targets have
+finished).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,11 +36,10 @@ from draftsmith.config import Config
 from draftsmith.data.tokenize import tokenize
 
 RUN_SECONDS = 10
-ENOUGH = {"plans": 3, "runs": 2}
 QUIET = 0.1
-"""Share of the machine that other programs may take."""
-PATIENCE = 12
-"""Seconds to wait for a quiet moment."""
+"""Share of the machine that other programs may take in a quiet moment."""
+PATIENCE = 8
+"""Seconds to wait for one."""
 TOLERANCE = (0.75, 1.25)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIZES = {
@@ -95,61 +96,74 @@ def compare(name: str, target: Path, work: Path, seconds: float) -> dict:
     runs: dict[str, list[dict]] = {placement: [] for placement in PLACEMENTS}
     for number in itertools.count():
         for placement in PLACEMENTS:
-            if number and len(quiet(runs[placement])) >= ENOUGH["runs"]:
-                continue
             steps = max(14, math.ceil(RUN_SECONDS * rates(said[-1])[placement] / config.train.rows_per_step))
             label = f"{name}-{number}"
             runs[placement].append(watched(lambda p=placement, n=steps, at=label: run(target, work, at, name, p, n)))
-            if len(quiet(said)) < ENOUGH["plans"] or len(said) < len(PLACEMENTS):
-                said.append(watched(lambda: plan(target, work, name)))
-        done = all(len(quiet(r)) >= ENOUGH["runs"] for r in runs.values()) and len(quiet(said)) >= ENOUGH["plans"]
-        if done or time.monotonic() > end:
+            said.append(watched(lambda: plan(target, work, name)))
+        if time.monotonic() > end:
             break
     out = {}
     for placement, found in runs.items():
-        predicted = statistics.mean(rates(one)[placement] for one in counted(said))
-        measured = statistics.mean(one["rows_per_s"] for one in counted(found))
-        out[placement] = {"predicted": predicted, "measured": measured, "ratio": predicted / measured, "runs": found}
+        timed = [rates(one)[placement] for one in said], [one["rows_per_s"] for one in found]
+        given = [one["pace"] for one in said], [one["pace"] for one in found]
+        raw = [statistics.mean(t) for t in timed]
+        predicted, measured = (
+            statistics.mean(t / g for t, g in zip(*both, strict=True)) for both in zip(timed, given, strict=True)
+        )
+        out[placement] = {
+            "predicted": predicted, "measured": measured, "ratio": predicted / measured,
+            "ratio_as_timed": raw[0] / raw[1], "runs": found,
+        }  # fmt: skip
         print(name, placement, out[placement], flush=True)
-    plans = [{"rows_per_s": rates(one), "others": one["others"], "recommended": one["recommended"]} for one in said]
+    plans = [{"rows_per_s": rates(one), "pace": one["pace"], "recommended": one["recommended"]} for one in said]
     print(name, plans, flush=True)
     return {"settings": [*COMMON, *SHAPES[name]], "row": said[0]["row"], "placements": out, "plans": plans,
             "memory_gib": said[0]["memory_gib"]}  # fmt: skip
 
 
-def quiet(found: list[dict]) -> list[dict]:
-    return [one for one in found if one["others"] <= QUIET]
-
-
-def counted(found: list[dict]) -> list[dict]:
-    good = quiet(found)
-    return good if len(good) >= 2 else sorted(found, key=lambda one: one["others"])[:2]
-
-
 def watched(work: Callable[[], dict]) -> dict:
-    """The result of `work` after a wait for a quiet moment, with `others`: the share of all cores that programs besides
-    it took meanwhile."""
+    """The result of `work` after a wait for a quiet moment, with its processes' `pace`."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         before = busy()
         time.sleep(1.0)
         if (busy() - before) / os.cpu_count() <= QUIET:
             break
-    begin, before, own = time.monotonic(), busy(), children()
-    found = work()
-    wall = (time.monotonic() - begin) * os.cpu_count()
-    return {**found, "others": round(max(0.0, busy() - before - (children() - own)) / wall, 3)}
+    counts: dict[int, tuple[int, int]] = {}
+    over = threading.Event()
+    watcher = threading.Thread(target=watch, args=(counts, over))
+    watcher.start()
+    try:
+        found = work()
+    finally:
+        over.set()
+        watcher.join()
+    ran, waited = (sum(c[i] for c in counts.values()) for i in (0, 1))
+    return {**found, "pace": round(ran / (ran + waited), 3)}
+
+
+def watch(counts: dict[int, tuple[int, int]], over: threading.Event) -> None:
+    """Note nanoseconds run and waited for a core of the main thread of all processes below this one, until `over`."""
+    while not over.wait(0.2):
+        parents = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError, IndexError):  # gone meanwhile
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        for pid in parents:
+            up = pid
+            while up in parents and up != os.getpid():
+                up = parents[up]
+            if up == os.getpid() and pid != up:
+                with contextlib.suppress(OSError, ValueError):
+                    ran, waited, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+                    counts[pid] = int(ran), int(waited)
 
 
 def busy() -> float:
     """Seconds that all cores together have worked since the machine was started."""
     user, nice, system, _, _, interrupts, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def written(target: Path, work: Path, shape: str, *overrides: str) -> tuple[Path, Config]:
