@@ -1,6 +1,8 @@
 """What `draftsmith plan` says against what short real runs do: rows a second, side by side on the same machine.
 
-    python benchmarks/plan_cpu.py [--only NAME] [--seconds 400]     writes results/plan_cpu.json; --only renews one target's entry
+    python benchmarks/plan_cpu.py [--only NAME ...] [--seconds 400]     writes results/plan_cpu.json
+
+--only renews the entries of these targets.
 
 Random targets of two sizes made on the spot, and SmolLM2-135M where SMOLLM2 names its folder.  Plans and runs take
 turns until there are enough of each, or the time is up.  The machine is shared and its pace varies twofold within seconds.
@@ -67,13 +69,13 @@ PLACEMENTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=list(SHAPES))
+    parser.add_argument("--only", choices=list(SHAPES), nargs="+")
     parser.add_argument("--seconds", type=float, default=400, help="begin no further round after so many, by target")
     args = parser.parse_args()
     before = RESULTS / "plan_cpu.json"
     results = json.loads(before.read_text())["targets"] if args.only and before.is_file() else {}
     smollm2 = os.environ.get("SMOLLM2")
-    for name in [args.only] if args.only else list(SHAPES):
+    for name in args.only or SHAPES:
         if name == "smollm2" and not smollm2:
             print("SMOLLM2 is not set: left out")
             continue
