@@ -141,7 +141,9 @@ def watched(work: Callable[[], dict]) -> dict:
         over.set()
         watcher.join()
     ran, waited = (sum(c[i] for c in counts.values()) for i in (0, 1))
-    return {**found, "pace": round(ran / (ran + waited), 3)}
+    found = {**found, "pace": round(ran / (ran + waited), 3)}
+    print({k: found[k] for k in ("pace", "rows_per_s", "placements") if k in found}, flush=True)
+    return found
 
 
 def watch(counts: dict[int, tuple[int, int]], over: threading.Event) -> None:

@@ -28,7 +28,7 @@ from draftsmith.rates import Work, made_up_row, measure, measure_together
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.target.model import Target, drafter_spec, load_meta, pick_device
 
-ROWS = 4
+ROWS = 2
 """Rows of the store that are looked at and measured with."""
 
 
