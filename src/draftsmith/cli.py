@@ -92,6 +92,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the config")
     plan.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--gpus", type=int, metavar="N", help="plan for N processes, a GPU each, whatever the config has")
+    plan.add_argument("--gpu", metavar="CARD", help="for GPUs that need not be here, such as h200")
     demo = commands.add_parser("demo", help="the whole flow on a small real model, with a table at the end")
     demo.add_argument("overrides", nargs="*", metavar="a.b=c", help="replace a value of the demo's config")
     demo.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
@@ -260,11 +262,12 @@ def _stage(args: argparse.Namespace, config: Config) -> None:
 
         print(export(config))
     elif args.command == "plan":
-        from draftsmith.plan import check_fits, plan, render
+        from draftsmith.plan import as_json, does_not_fit, plan, render
 
-        found = plan(config)
-        print(json.dumps(found) if args.json else render(found))
-        check_fits(found, config)
+        planned = plan(config, args.gpus, args.gpu)
+        print(json.dumps(as_json(planned, config), indent=2) if args.json else render(planned, config))
+        if line := does_not_fit(planned, config):
+            raise InputError(line)
     elif args.command == "demo":
         from draftsmith.demo import demo
 

@@ -1,16 +1,18 @@
 """`draftsmith plan`: what a run will need and how fast it will be, before anything of its size is allocated.
 
-Sizes follow from the configs.  Speed is measured, not guessed: one target layer, one drafter layer forward and
-backward, and one chunk of the loss, of the real geometry, on this machine; a row is then so many of each.
+The models' shapes come from their configs, on the meta device; how full rows are from the store, if there is one; the
+speed from a few layers that are run here (rates.py) or from a table of GPUs (predict.py), which also does the sums.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,270 +22,257 @@ from rich.table import Table
 
 from draftsmith.config import Config
 from draftsmith.data.store import Store
-from draftsmith.drafter.attention import build_masks, pick_attention
-from draftsmith.drafter.loss import drafter_loss
-from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.drafter.loss import default_chunk_rows
 from draftsmith.errors import InputError
-from draftsmith.records import DrafterSpec
-from draftsmith.target.model import Target, drafter_spec, load_borrowed, pick_device
-from draftsmith.train.roles import rows_per_second
+from draftsmith.predict import CARDS, GIB, Geometry, Prediction, Settings, card_rates, predict, too_little
+from draftsmith.rates import Work, made_up_row, measure, measure_together
+from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.target.model import Target, drafter_spec, load_meta, pick_device
 
-GIB = 2**30
+ROWS = 2
+"""Rows of the store that are looked at and measured with."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Counts of one run.  Bytes are what one process of the role holds."""
+class Machine:
+    """Where the run would be.  devices: bytes free on each GPU, or of the one memory of a machine without."""
 
-    drafter_parameters: int
-    target_parameters: int
-    """Of the layers that are needed, with the embedding."""
-    tokens: float
-    """Real tokens in a row, on average."""
-    queries: float
-    """Block tokens in a row, on average."""
-    trained: float
-    """Slots that reach the head."""
-    target_flops: float
-    drafter_flops: float
-    drafter_bytes: float
-    target_bytes: float
+    name: str
+    devices: tuple[float, ...]
+    gpu: bool
+    here: bool
 
 
-def plan(config: Config) -> dict[str, Any]:
-    """Measure and predict.  Returns sizes, seconds a row by role, rows/s of every placement of as many processes, and
-    the recommendation.  Raises InputError if a role does not fit the memory of its device."""
-    device = pick_device(config.device)
-    target = load_borrowed(config.target, "cpu")
-    spec = drafter_spec(config.drafter, target)
-    sizes = count(config, spec, target)
-    target_seconds, drafter_seconds = measure(config, spec, target, sizes, device)
-    processes = max(2, config.placement.processes)
-    placements = predict(processes, config.train.rows_per_step, target_seconds, drafter_seconds)
-    limit = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else host_memory()
-    best = max(placements, key=lambda name: placements[name])
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "drafter_parameters": sizes.drafter_parameters,
-        "target_parameters": sizes.target_parameters,
-        "target_flops_per_row": sizes.target_flops,
-        "drafter_flops_per_row": sizes.drafter_flops,
-        "memory_gib": {
-            "target": sizes.target_bytes / GIB,
-            "drafter": sizes.drafter_bytes / GIB,
-            "colocated": (sizes.target_bytes + sizes.drafter_bytes) / GIB,
-            "device": limit / GIB,
-        },
-        "target_seconds_per_row": target_seconds,
-        "drafter_seconds_per_row": drafter_seconds,
-        "single_rows_per_s": 1 / (target_seconds + drafter_seconds),
-        "processes": processes,
-        "rows_per_s": placements,
-        "recommended": best,
-    }
+@dataclass(frozen=True)
+class Planned:
+    machine: Machine
+    work: Work
+    processes: int
+    prediction: Prediction
+    notes: tuple[str, ...]
 
 
-def count(config: Config, spec: DrafterSpec, target: Target) -> Sizes:
-    """Parameters, FLOPs and bytes; the store, where there is one, says how full rows are."""
-    h, v, d = spec.hidden_size, spec.vocab_size, spec.head_dim
-    row, slots, b = config.train.row_tokens, config.train.anchors, spec.block_size
-    filled, used = fill(config)
-    with torch.device("meta"):
-        drafter = sum(p.numel() for p in DFlashDrafter(spec).parameters())
-    layers = spec.feature_layers[-1] + 1
-    layer = sum(p.numel() for p in target.layers[0].parameters())
-    tokens, queries = row * filled, slots * used * b
-    trained = queries * (b - 1) / b
-    layer_matrices = 2 * h * d * (spec.num_heads + spec.num_kv_heads) + 3 * h * spec.intermediate_size
-    context = spec.num_layers * 2 * h * d * spec.num_kv_heads + len(spec.feature_layers) * h * h
-    wide = 2 if device_is_gpu(config) else 4
-    sample = 4 * tokens / 2  # attention looks back over half of a document on average
-    return Sizes(
-        drafter_parameters=drafter,
-        target_parameters=layers * layer + v * h,
-        tokens=tokens,
-        queries=queries,
-        trained=trained,
-        target_flops=layers * (2 * layer * tokens + sample * tokens * h),
-        drafter_flops=6 * (layer_matrices * spec.num_layers * queries + context * row) + 4 * trained * h * v,
-        drafter_bytes=sum(
-            (
-                drafter * 16,  # float32 weights, gradients, two moments
-                2 * v * h * wide,  # embedding and head
-                queries * h * wide * (8 + 14 * spec.num_layers),  # activations kept for the backward pass
-                3 * (config.loss.chunk_rows or 512) * v * 4,
-                (1 + config.placement.run_ahead) * row * h * len(spec.feature_layers) * wide,
-            )
-        ),
-        target_bytes=(layers * layer + v * h) * wide + row * h * wide * 20,
-    )  # fmt: skip
+def plan(config: Config, gpus: int | None = None, gpu: str | None = None) -> Planned:
+    """Measure and predict.  gpus: plan for so many processes, one GPU each; gpu: a card of the table, need not be here.
+
+    Raises InputError for a number or a card that makes no plan.
+    """
+    if gpus is not None and gpus < 1:
+        raise InputError(f"--gpus {gpus}: a plan needs at least one")
+    if gpu is not None and gpu not in CARDS:
+        raise InputError(f"--gpu {gpu}: this table knows {', '.join(CARDS)}")
+    processes = gpus or config.placement.processes
+    found = machine(config, processes, gpu)
+    if gpus and not found.gpu:
+        raise InputError(f"--gpus {gpus}: no GPU is here, so say which with --gpu ({', '.join(CARDS)})")
+    work = prepare(config, as_gpu=found.gpu)
+    crowd = None
+    if gpu is not None:
+        rates = card_rates(CARDS[gpu])
+    else:
+        device = pick_device(config.device)
+        rates = measure(work, device)
+        together = min(processes, len(os.sched_getaffinity(0)))
+        if together > 1 and not found.gpu:
+            crowd = together, measure_together(config, together)
+    prediction = predict(work.geometry, work.spec, work.settings, rates, processes, found.devices, crowd=crowd)
+    return Planned(found, work, processes, prediction, tuple(_notes(config, gpu)))
 
 
-def fill(config: Config) -> tuple[float, float]:
-    """Share of a row that holds tokens, and of the anchor slots that are used: from the store, else 1 and 1."""
+def _notes(config: Config, gpu: str | None) -> list[str]:
+    notes = []
     if not (config.store / "manifest.json").is_file():
-        return 1.0, 1.0
+        notes.append("no store yet: rows are taken to be full, one document each")
+    if config.train.accept_every:
+        notes.append("train.accept_every must be 0 in a split")
+    if gpu is not None:
+        basis = "measured" if CARDS[gpu].measured else "from its data sheet, times what an H200 reached of its own"
+        notes.append(f"{gpu}: product and copy rates {basis}; efficiencies as measured with Qwen3-8B widths")
+    return notes
+
+
+def machine(config: Config, processes: int, gpu: str | None) -> Machine:
+    """The GPUs of the table, or what is here and free."""
+    if gpu is not None:
+        return Machine(f"{processes} x {gpu}", (CARDS[gpu].memory_gib * GIB,) * processes, gpu=True, here=False)
+    if pick_device(config.device).type == "cuda":
+        count = torch.cuda.device_count()
+        free = tuple(float(torch.cuda.mem_get_info(i)[0]) for i in range(count))
+        return Machine(f"{count} x {torch.cuda.get_device_name()}", free, gpu=True, here=True)
+    return Machine(f"{len(os.sched_getaffinity(0))} CPUs", (float(available_memory()),), gpu=False, here=True)
+
+
+def available_memory() -> int:
+    """Bytes that this machine can still give, or its control group if that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+        return free
+
+
+def prepare(config: Config, *, as_gpu: bool | None = None) -> Work:
+    """Shapes and averages; nothing of the models' size.  as_gpu: on GPUs, wherever this runs."""
+    gpu = pick_device(config.device).type == "cuda" if as_gpu is None else as_gpu
+    target = load_meta(config.target)
+    spec = drafter_spec(config.drafter, target)
+    rows, seconds = sample_rows(config)
+    settings = row_settings(config, spec, rows, gpu)
+    return Work(config, target, spec, geometry_of(target, spec), settings, rows, seconds)
+
+
+def geometry_of(target: Target, spec: DrafterSpec) -> Geometry:
+    """Counts of a model on the meta device.  Of experts, the share that a token visits is active."""
+    text = target.text_config
+    count = spec.feature_layers[-1] + 1
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    visited = getattr(text, "num_experts_per_tok", None) or 1
+    needed = active = 0.0
+    for layer in target.layers[:count]:
+        for name, p in layer.named_parameters():
+            needed += p.numel()
+            active += p.numel() * (visited / experts if ".experts." in f".{name}" else 1)
+    heads = text.num_attention_heads
+    return Geometry(
+        parameters=sum(p.numel() for p in target.model.parameters()),
+        needed_parameters=int(needed),
+        active_parameters=int(active),
+        layers=count,
+        hidden=spec.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * spec.hidden_size,
+        attention_width=heads * (getattr(text, "head_dim", None) or spec.hidden_size // heads),
+        tied=bool(target.head is target.embedding),
+    )
+
+
+def sample_rows(config: Config) -> tuple[list[PackedRow], float]:
+    """Rows spread over the first epoch, and seconds to make one; a made-up row where there is no store."""
+    if not (config.store / "manifest.json").is_file():
+        return [made_up_row(config)], 0.0
     from draftsmith.train.loop import make_loader
 
     loader = make_loader(config, Store(config.store), heldout=False)
-    rows = [loader.row(g) for g in range(min(8, len(loader.plan(0))))]
-    return (
-        statistics.mean(r.starts[-1] for r in rows) / config.train.row_tokens,
-        statistics.mean(r.anchor_count for r in rows) / config.train.anchors,
+    total = len(loader.plan(0))
+    at = sorted({round(i * (total - 1) / max(ROWS - 1, 1)) for i in range(ROWS)})
+    loader.row(0)
+    begin = time.perf_counter()
+    rows = [loader.row(g) for g in at]
+    seconds = (time.perf_counter() - begin) / len(at)
+    return [r for r in rows if r.anchor_count] or [made_up_row(config)], seconds
+
+
+def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: bool) -> Settings:
+    train = config.train
+    compiled = gpu if config.compile.enabled is None else config.compile.enabled
+    wide = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2 if gpu else 4}
+    packed = config.target.forward == "packed" or (config.target.forward == "auto" and gpu)
+    lengths = [np.diff(r.starts) for r in rows]
+    return Settings(
+        row_tokens=train.row_tokens,
+        anchors=train.anchors,
+        rows_per_step=train.rows_per_step,
+        chunk_rows=config.loss.chunk_rows or default_chunk_rows(train.anchors, spec.block_size, compiled),
+        run_ahead=config.placement.run_ahead,
+        tokens=float(statistics.mean(n.sum() for n in lengths)),
+        used=statistics.mean(r.anchor_count for r in rows),
+        trained=statistics.mean(_trained(r, spec.block_size) for r in rows),
+        squares=float(statistics.mean((n.astype(np.float64) ** 2).sum() for n in lengths)),
+        target_bytes=wide[config.target.dtype],
+        compute_bytes=wide[train.compute_dtype],
+        feature_bytes=wide[train.feature_dtype],
+        gpu=gpu,
+        packed=packed,
+        files=train.features == "files",
+        distinct_windows=len(set(spec.windows())),
     )
 
 
-def device_is_gpu(config: Config) -> bool:
-    return pick_device(config.device).type == "cuda"
+def _trained(row: PackedRow, block_size: int) -> int:
+    """Slots that count: inside the anchor's document and written by the target."""
+    anchors = row.anchors[: row.anchor_count]
+    at = anchors[:, None] + np.arange(1, block_size)
+    inside = at < len(row.tokens)
+    at = np.where(inside, at, 0)
+    return int((inside & row.supervised[at] & (row.document[at] == row.document[anchors][:, None])).sum())
 
 
-def host_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or its control group's if that is less."""
-    import os
-    from pathlib import Path
-
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    group = Path("/sys/fs/cgroup/memory.max")
-    text = group.read_text().strip() if group.is_file() else "max"
-    return total if text == "max" else min(total, int(text))
-
-
-def measure(
-    config: Config, spec: DrafterSpec, target: Target, sizes: Sizes, device: torch.device
-) -> tuple[float, float]:
-    """Seconds a row of target and of drafter, from one layer of each and a part of the loss."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layers = spec.feature_layers[-1] + 1
-    length = document_length(config)
-    forward = target_layer(target, length, device, dtype)
-    target_seconds = timed(forward, device) * layers * sizes.tokens / length
-    small = max(1, min(config.train.anchors, round(sizes.queries / spec.block_size)))
-    one = drafter_layer(config, spec, small, device, dtype)
-    loss_rows = min(config.loss.chunk_rows or 512, max(1, round(sizes.trained)))
-    loss = loss_chunk(spec, loss_rows, device, dtype)
-    optimizer = sizes.drafter_parameters * 28 / copy_speed(device) / config.train.rows_per_step
-    drafter_seconds = timed(one, device) * spec.num_layers + timed(loss, device) * sizes.trained / loss_rows + optimizer
-    return (0.0 if config.train.features == "files" else target_seconds) or 1e-9, drafter_seconds
-
-
-def document_length(config: Config) -> int:
-    """Tokens of one target forward: a mean document where they run one by one, a row where they are packed."""
-    if device_is_gpu(config) or not (config.store / "manifest.json").is_file():
-        return config.train.row_tokens
-    return max(1, int(np.mean(Store(config.store).lengths)))
+def as_json(planned: Planned, config: Config) -> dict[str, Any]:
+    prediction, work = planned.prediction, planned.work
+    geometry = dataclasses.asdict(work.geometry)
+    return {
+        "machine": planned.machine.name,
+        "device_gib": [d / GIB for d in planned.machine.devices],
+        "processes": planned.processes,
+        "target": geometry,
+        "drafter_parameters": prediction.drafter_parameters,
+        "row": dataclasses.asdict(work.settings),
+        "target_flops_per_row": prediction.target_flops,
+        "drafter_flops_per_row": prediction.drafter_flops,
+        "target_seconds_per_row": prediction.target_seconds,
+        "drafter_seconds_per_row": prediction.drafter_seconds,
+        "memory_gib": {
+            role: {part: value / GIB for part, value in parts.items()} for role, parts in prediction.memory.items()
+        },
+        "placements": [
+            {
+                "name": p.name, "mode": p.mode, "targets": p.targets, "drafters": p.drafters,
+                "rows_per_s": p.rows_per_s, "tokens_per_s": p.rows_per_s * work.settings.tokens,
+                "need_gib": [n / GIB for n in p.need], "fits": p.fits,
+            }
+            for p in prediction.placements
+        ],
+        "recommended": prediction.recommended,
+        "notes": list(planned.notes),
+        "does_not_fit": does_not_fit(planned, config),
+    }  # fmt: skip
 
 
-def target_layer(target: Target, tokens: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
-    """One decoder layer of the target's class and geometry, random weights, forward."""
-    import copy
-
-    config = copy.deepcopy(target.model.config)
-    config.get_text_config().num_hidden_layers = 1
-    config.get_text_config().vocab_size = 8
-    config._attn_implementation = "sdpa"
-    with torch.device(device):
-        model = type(target.model)(config).to(dtype).eval().requires_grad_(False)
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-
-    @torch.no_grad()
-    def run() -> Any:
-        return model.get_decoder()(input_ids=ids, use_cache=False)
-
-    return run
-
-
-def drafter_layer(
-    config: Config, spec: DrafterSpec, anchors: int, device: torch.device, dtype: torch.dtype
-) -> Callable[[], Any]:
-    """A drafter of one layer, forward and backward, over one row."""
-    import dataclasses
-
-    one = dataclasses.replace(spec, num_layers=1, layer_types=spec.layer_types[:1], feature_layers=(0,))
-    drafter = DFlashDrafter(one).to(device)
-    row, q = config.train.row_tokens, anchors * spec.block_size
-    high = np.linspace(1, row - 1, anchors).astype(np.int64)
-    kind = pick_attention(config.train.attention, device)
-    masks = build_masks(kind, high * 0, high, row, spec.block_size, one.windows(), device)
-    features = torch.randn(row, spec.hidden_size, device=device, dtype=dtype)
-    x, positions = torch.randn(q, spec.hidden_size, device=device, dtype=dtype), torch.arange(q, device=device)
-
-    def run() -> Any:
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            out = drafter(features, torch.arange(row, device=device), x, positions, masks)
-        out.sum().backward()
-
-    return run
-
-
-def loss_chunk(spec: DrafterSpec, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
-    head = torch.randn(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
-    hidden = torch.randn(rows, spec.hidden_size, device=device, dtype=dtype)
-    where = torch.arange(rows, device=device)
-    weights = torch.ones(-(-rows // spec.block_size), spec.block_size, device=device)
-    return lambda: drafter_loss(hidden, where * 0, where, weights, head, spec, kind="decay", chunk_rows=rows)
-
-
-def copy_speed(device: torch.device) -> float:
-    """Bytes read and written a second."""
-    source = torch.randn(2**24, device=device)
-    other = torch.empty_like(source)
-    return 2 * source.numel() * 4 / timed(lambda: other.copy_(source), device)
-
-
-def timed(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Median seconds of a call, after one to warm up."""
-    seconds = []
-    for i in range(repeats + 1):
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if i:
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
-def predict(processes: int, rows_per_step: int, target_seconds: float, drafter_seconds: float) -> dict[str, float]:
-    """Rows a second of every placement of `processes`, on hardware of their own."""
-    out = {}
-    if rows_per_step % processes == 0:
-        out[f"colocated x{processes}"] = processes / (target_seconds + drafter_seconds)
-    for drafters in range(1, processes):
-        if rows_per_step % drafters == 0:
-            targets = processes - drafters
-            out[f"split {targets} + {drafters}"] = rows_per_second(targets, drafters, target_seconds, drafter_seconds)
-    return out
-
-
-def render(found: dict[str, Any]) -> str:
-    """The plan as a table."""
-    table = Table(title=f"plan for {found['processes']} processes on {found['device']}")
-    table.add_column("placement")
-    table.add_column("rows/s", justify="right")
-    for name, rate in sorted(found["rows_per_s"].items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{rate:.3g}" + (" *" if name == found["recommended"] else ""))
-    console = Console(width=100, record=True, file=io.StringIO())
+def render(planned: Planned, config: Config) -> str:
+    """The plan as tables."""
+    prediction, work = planned.prediction, planned.work
+    console = Console(width=110, record=True, file=io.StringIO())
+    table = Table(title=f"{planned.processes} process{'es' * (planned.processes > 1)} on {planned.machine.name}")
+    for name in ("placement", "rows/s", "tokens/s", "most on a device, GiB", ""):
+        table.add_column(name, justify="right" if "s" in name[-2:] or "GiB" in name else "left")
+    for p in sorted(prediction.placements, key=lambda p: -p.rows_per_s):
+        verdict = "recommended" if p.name == prediction.recommended else "" if p.fits else "does not fit"
+        rate = p.rows_per_s
+        table.add_row(p.name, f"{rate:.3g}", f"{rate * work.settings.tokens:.0f}", f"{max(p.need) / GIB:.1f}", verdict)
     console.print(table)
-    memory = found["memory_gib"]
-    return console.export_text() + (
-        f"drafter {found['drafter_parameters'] / 1e6:.1f}M parameters, target {found['target_parameters'] / 1e6:.1f}M "
-        f"(layers that are needed)\n"
-        f"memory a process, GiB: target {memory['target']:.1f}, drafter {memory['drafter']:.1f}, both "
-        f"{memory['colocated']:.1f}; the device has {memory['device']:.1f}\n"
-        f"a row: target {found['target_seconds_per_row']:.3g} s, drafter {found['drafter_seconds_per_row']:.3g} s; one "
-        f"process alone {found['single_rows_per_s']:.3g} rows/s\n"
-        f"recommended: {found['recommended']}"
-    )
-
-
-def check_fits(found: dict[str, Any], config: Config) -> None:
-    """Raises InputError naming the role that does not fit its device, and by how much."""
-    memory = found["memory_gib"]
-    roles = ("target", "drafter") if config.placement.mode == "split" else ("colocated",)
+    roles = ["colocated"] if planned.processes == 1 or work.settings.files else list(prediction.memory)
+    sizes = Table(title="memory of one process, GiB")
+    sizes.add_column("")
     for role in roles:
-        if memory[role] > memory["device"]:
-            short = memory[role] - memory["device"]
-            raise InputError(
-                f"placement: a {role} process needs {memory[role]:.1f} GiB, its device has {memory['device']:.1f}, "
-                f"{short:.1f} too little: lower train.row_tokens or train.anchors, or set placement.mode=split"
-            )
+        sizes.add_column(role, justify="right")
+    parts = dict.fromkeys(part for role in roles for part in prediction.memory[role] if part != "peak")
+    for part in [*parts, "peak"]:
+        values = [prediction.memory[role].get(part, 0.0) / GIB for role in roles]
+        if max(values) >= 0.005 or part == "peak":
+            sizes.add_row(part, *(f"{v:.2f}" if v else "" for v in values))
+    console.print(sizes)
+    geometry = work.geometry
+    lines = [
+        f"target: {geometry.parameters / 1e6:.1f}M parameters, {geometry.needed_parameters / 1e6:.1f}M in the "
+        f"{geometry.layers} layers that are needed; {prediction.target_flops / 1e12:.3g} TFLOP and "
+        f"{prediction.target_seconds:.3g} s a row",
+        f"drafter: {prediction.drafter_parameters / 1e6:.1f}M parameters; {prediction.drafter_flops / 1e12:.3g} TFLOP "
+        f"and {prediction.drafter_seconds:.3g} s a row",
+        f"recommended: {prediction.recommended or 'none fits'}",
+        *planned.notes,
+    ]
+    return console.export_text() + "\n".join(lines)
+
+
+def does_not_fit(planned: Planned, config: Config) -> str | None:
+    """One line if the config's placement (for another number of processes: every placement) does not fit."""
+    placements, place = planned.prediction.placements, config.placement
+    same = [p for p in placements if (p.mode, p.targets, p.drafters) == (place.mode, place.targets, place.drafters)]
+    asked = same or [p for p in placements if planned.prediction.recommended is None]
+    if not asked or asked[0].fits:
+        return None
+    devices = planned.machine.devices
+    over = min(asked, key=lambda p: max(n - d for n, d in zip(p.need, devices, strict=True)))
+    work = planned.work
+    return too_little(work.geometry, work.spec, work.settings, over, devices, placements)

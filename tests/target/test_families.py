@@ -14,6 +14,8 @@ from draftsmith.config import TargetConfig
 from draftsmith.drafter.model import DFlashDrafter, embed
 from draftsmith.errors import InputError
 from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
+from draftsmith.plan import prepare
+from draftsmith.rates import target_layers
 from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target
 
 LINEAR = {
@@ -208,3 +210,20 @@ def test_weights_with_nan_are_refused_by_file_and_key(folders, tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"model\.safetensors: model\.layers\.2\.mlp\.up_proj\.weight holds NaN"):
         load_target(TargetConfig(model=str(folder)), "cpu")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_counts_the_target_and_runs_layers_of_every_kind(folders, tmp_path, name):
+    work = prepare(make_config(folders[name], tmp_path))
+    target = load(folders, name, "per_document")
+    assert work.geometry.parameters == sum(p.numel() for p in target.model.parameters())
+    needed = target.layers[: work.geometry.layers]
+    assert work.geometry.needed_parameters == sum(p.numel() for p in needed.parameters())
+    assert (work.geometry.active_parameters < work.geometry.needed_parameters) == hasattr(
+        target.layers[3].mlp, "experts"
+    )
+    extractors, depth = target_layers(work, torch.device("cpu"))
+    assert [len(e.trunk.layers) for e in extractors] == [depth, 2 * depth]
+    kinds = getattr(target.text_config, "layer_types", None) or ["all"]
+    assert depth == len(kinds) or set(kinds) == set(kinds[:depth])
+    assert extractors[1].row(work.rows[0]).shape == (128, 64)

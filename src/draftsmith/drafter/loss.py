@@ -66,6 +66,11 @@ def drafter_loss(
     return LossSums(weighted, *sums)
 
 
+def default_chunk_rows(anchors: int, block_size: int, compiled: bool) -> int:
+    """Rows of logits at a time: large products where a GPU does them, little memory elsewhere."""
+    return min(anchors * (block_size - 1), 2048 if compiled else 512)
+
+
 def dpace_weights(ce_AB: Tensor, counts_AB: Tensor, alpha: float) -> Tensor:
     """w_j = sum over m >= j of prod over i <= m of q_i, q = (1 - alpha) * exp(-CE) + alpha, counting slots only."""
     q = torch.where(counts_AB, (1 - alpha) * torch.exp(-ce_AB) + alpha, 1.0)

@@ -186,13 +186,10 @@ def load_target(config: TargetConfig, device_name: str) -> Target:
     return target
 
 
-def load_borrowed(config: TargetConfig, device_name: str) -> Target:
-    """What a drafter of a split placement needs of the target: its config, tokenizer, embedding and head.
-
-    The rest of the model has shapes but no memory (meta device).  Raises InputError if the two are not in the files.
-    """
+def load_meta(config: TargetConfig, device_name: str = "cpu") -> Target:
+    """The target's shapes on the meta device, no memory; its config and tokenizer.  `device` and `dtype` are what it
+    would be loaded with."""
     import transformers
-    from safetensors import safe_open
 
     device = pick_device(device_name)
     folder, tokenizer = model_folder(config), load_tokenizer(config)
@@ -201,6 +198,23 @@ def load_borrowed(config: TargetConfig, device_name: str) -> Target:
     auto = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(auto, trust_remote_code=config.trust_remote_code)
+    model.requires_grad_(False).eval()
+    if auto.get_text_config().tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    eos = eos_token_ids(config, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    return Target(config.model, model, tokenizer, device, dtype, eos, pad, "elsewhere")
+
+
+def load_borrowed(config: TargetConfig, device_name: str) -> Target:
+    """What a drafter of a split placement needs of the target: its config, tokenizer, embedding and head.
+
+    The rest of the model has shapes but no memory (meta device).  Raises InputError if the two are not in the files.
+    """
+    from safetensors import safe_open
+
+    target = load_meta(config, device_name)
+    folder, model = model_folder(config), target.model
     files: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as handle:
@@ -212,19 +226,16 @@ def load_borrowed(config: TargetConfig, device_name: str) -> Target:
         if len(keys) != 1:
             raise InputError(f"{folder}: its files do not hold one {own}, which the drafter needs")
         with safe_open(files[keys[0]], "pt") as handle:
-            return nn.Parameter(handle.get_tensor(keys[0]).to(device, dtype), requires_grad=False)
+            return nn.Parameter(handle.get_tensor(keys[0]).to(target.device, target.dtype), requires_grad=False)
 
-    model.requires_grad_(False).eval()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
     embedding.weight = read(embedding, "embed_tokens.weight")
-    tied = auto.get_text_config().tie_word_embeddings
     head.weight = embedding.weight if tied else read(head, "lm_head.weight")
     if getattr(embedding, "embed_scale", None) is not None:  # Gemma keeps it as a buffer, here on the meta device
-        scale = getattr(embedding, "scalar_embed_scale", None) or model.config.get_text_config().hidden_size ** 0.5
+        scale = getattr(embedding, "scalar_embed_scale", None) or target.text_config.hidden_size**0.5
         embedding.embed_scale = torch.tensor(scale)
-    eos = eos_token_ids(config, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    return Target(config.model, model, tokenizer, device, dtype, eos, pad, "elsewhere")
+    return target
 
 
 def _attention(folder: Path, config: TargetConfig, *, packed: bool) -> str:

@@ -18,7 +18,7 @@ from draftsmith.config import LossConfig, TrainConfig
 from draftsmith.drafter.attention import build_masks, one_graph, put_all
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
 from draftsmith.drafter.fp8 import TrainedLinear, with_linear
-from draftsmith.drafter.loss import LossSums, drafter_loss, head_chunk
+from draftsmith.drafter.loss import LossSums, default_chunk_rows, drafter_loss, head_chunk
 from draftsmith.drafter.model import DFlashDrafter, embed, working_copy
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource
@@ -79,8 +79,7 @@ class RowStep:
         self.device = frozen.head.device
         # where functions are compiled every row has the same shape; an eager CPU run leaves unused anchor slots out
         self.trim = self.device.type == "cpu" and not compiled
-        trained = train.anchors * (drafter.spec.block_size - 1)
-        self.chunk_rows = loss.chunk_rows or min(trained, 2048 if compiled else 512)
+        self.chunk_rows = loss.chunk_rows or default_chunk_rows(train.anchors, drafter.spec.block_size, compiled)
 
     def blocks(self, row: PackedRow) -> BlockBatch:
         spec = self.drafter.spec

@@ -1,0 +1,214 @@
+"""`draftsmith plan`: sizes against models that are built, placements that exist, what does not fit, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+from conftest import make_config
+from helpers_train import SPEC
+
+from draftsmith.cli import main
+from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.errors import InputError
+from draftsmith.plan import available_memory, prepare
+from draftsmith.predict import (
+    CARDS,
+    GIB,
+    Rates,
+    Settings,
+    card_rates,
+    choices,
+    dense_geometry,
+    drafter_parameters,
+    memory,
+    predict,
+    too_little,
+)
+from draftsmith.rates import measure, measure_together
+
+QWEN3_8B = dense_geometry(
+    layers=36, needed=34, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=False
+)
+DRAFTER = dataclasses.replace(
+    SPEC, hidden_size=4096, vocab_size=151936, num_layers=5, intermediate_size=12288, num_heads=32, num_kv_heads=8,
+    head_dim=128, block_size=16, feature_layers=(1, 9, 17, 25, 33), num_target_layers=36, layer_types=("full",) * 5,
+)  # fmt: skip
+ROW = Settings(
+    row_tokens=3072, anchors=512, rows_per_step=24, chunk_rows=512, run_ahead=4, tokens=3072, used=512, trained=7680,
+    squares=3072**2, target_bytes=2, compute_bytes=2, feature_bytes=2, gpu=True, packed=True,
+)  # fmt: skip
+H200 = card_rates(CARDS["h200"])
+FLAT = Rates(1e12, 1e12, 1e12, 1e9, 1e10, 1e10, 1e10)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_heads": 2}, {"num_layers": 1, "head_dim": 16}])
+def test_drafter_parameters_are_those_of_a_built_drafter(changes):
+    layers = changes.get("num_layers", SPEC.num_layers)
+    spec = dataclasses.replace(SPEC, **changes, layer_types=("full",) * layers)
+    drafter = DFlashDrafter(spec)
+    assert drafter_parameters(spec) == sum(p.numel() for p in drafter.parameters())
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    for p in drafter.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    settings = dataclasses.replace(ROW, gpu=False, compute_bytes=4)
+    parts = memory(QWEN3_8B, spec, settings, 1)["drafter"]
+    held = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+    assert parts["float32 masters"] == held(drafter.parameters())
+    assert parts["gradients"] == held(p.grad for p in drafter.parameters())
+    assert parts["moments"] == held(s for state in optimizer.state.values() for s in state.values() if s.dim())
+
+
+def test_target_counts_are_those_of_the_loaded_target(target, stored):
+    work = prepare(stored)
+    assert work.target.model.device.type == "meta"
+    assert work.geometry.parameters == sum(p.numel() for p in target.model.parameters())
+    needed = target.layers[: work.spec.feature_layers[-1] + 1]
+    assert work.geometry.needed_parameters == sum(p.numel() for p in needed.parameters())
+    weights = memory(work.geometry, work.spec, work.settings, 1)["target"]["weights"]
+    assert weights == sum(p.numel() * p.element_size() for p in target.model.parameters())
+
+
+def test_a_geometry_by_hand_is_that_of_the_config(stored):
+    work = prepare(stored)
+    needed = work.spec.feature_layers[-1] + 1
+    assert work.geometry == dense_geometry(
+        layers=8, needed=needed, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=272, tied=False
+    )
+
+
+def test_a_row_counts_what_the_loader_and_the_blocks_give(stored):
+    from draftsmith.drafter.blocks import build_blocks
+
+    work = prepare(stored)
+    blocks = [build_blocks(r, work.spec.block_size, work.spec.mask_token_id, 4.0, trim=True) for r in work.rows]
+    assert work.settings.trained == pytest.approx(sum(b.counts.sum() for b in blocks) / len(blocks))
+    assert 0 < work.settings.tokens <= stored.train.row_tokens
+
+
+def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
+    found = predict(QWEN3_8B, DRAFTER, dataclasses.replace(ROW, rows_per_step=1), H200, 1, [139 * GIB])
+    assert found.target_seconds == pytest.approx(0.094, rel=0.02)
+    assert found.drafter_seconds == pytest.approx(0.144, rel=0.02)
+    assert found.memory["drafter"]["peak"] / GIB == pytest.approx(22.9, rel=0.05)
+
+
+def test_every_split_whose_drafters_divide_the_step_is_listed():
+    assert choices(8, 24) == [
+        ("colocated", 0, 8), ("split", 7, 1), ("split", 6, 2), ("split", 5, 3), ("split", 4, 4), ("split", 2, 6),
+    ]  # fmt: skip
+    assert choices(8, 1) == [("split", 7, 1)]
+    assert choices(1, 1) == [("colocated", 0, 1)]
+    with pytest.raises(InputError, match="at least one"):
+        choices(0, 1)
+    assert choices(2, 4, files=True) == [("colocated", 0, 2)]
+    with pytest.raises(InputError, match="a multiple of 8"):
+        choices(8, 1, files=True)
+
+
+def test_the_slower_role_bounds_a_split_and_cores_are_shared():
+    row = dataclasses.replace(ROW, gpu=False)
+    alone = predict(QWEN3_8B, DRAFTER, row, FLAT, 2, [1e15])
+    rates = {p.name: p.rows_per_s for p in alone.placements}
+    t, d = alone.target_seconds, alone.drafter_seconds
+    assert rates["split 1 + 1"] == pytest.approx(1 / max(t, d), rel=0.01)
+    assert rates["colocated x2"] == pytest.approx(2 / (t + d), rel=0.01)
+    half = dataclasses.replace(FLAT, target_flops=5e11, drafter_flops=5e11, head_flops=5e11)
+    shared = {
+        p.name: p.rows_per_s for p in predict(QWEN3_8B, DRAFTER, row, FLAT, 2, [1e15], crowd=(2, half)).placements
+    }
+    assert shared["colocated x2"] == pytest.approx(1 / (t + d), rel=0.02)
+    assert shared["split 1 + 1"] == pytest.approx(1 / (t + d), rel=0.02)  # one core's worth, whoever has it
+    four = {p.name: p.rows_per_s for p in predict(QWEN3_8B, DRAFTER, row, FLAT, 4, [1e15], crowd=(2, FLAT)).placements}
+    assert four["colocated x4"] == pytest.approx(rates["colocated x2"], rel=0.02)  # two cores, however many share them
+
+
+def test_what_does_not_fit_is_named_with_what_would():
+    devices = [40 * GIB] * 8
+    found = predict(QWEN3_8B, DRAFTER, ROW, H200, 8, devices)
+    colocated = found.placements[0]
+    assert not colocated.fits and found.recommended == "split 4 + 4"
+    line = too_little(QWEN3_8B, DRAFTER, ROW, colocated, devices, found.placements)
+    need = max(colocated.need) / GIB
+    assert f"GPU 0 (and 7 more) needs {need:.1f} GiB for its colocated process and has 40.0 GiB" in line
+    assert f"{need - 40:.1f} GiB too little" in line and "split 4 + 4" in line
+    shorter = int(line.split("train.row_tokens=")[1].split()[0])
+    for tokens, fits in ((shorter, True), (shorter + 64, False)):
+        peak = memory(QWEN3_8B, DRAFTER, dataclasses.replace(ROW, row_tokens=tokens), 8)["colocated"]["peak"]
+        assert (peak <= 40 * GIB) == fits
+    ahead = dataclasses.replace(ROW, run_ahead=2000)
+    split = predict(QWEN3_8B, DRAFTER, ahead, H200, 8, devices).placements[3]
+    assert "placement.run_ahead=" in too_little(QWEN3_8B, DRAFTER, ahead, split, devices, [split])
+    nothing = predict(QWEN3_8B, DRAFTER, ROW, H200, 8, [10 * GIB] * 8)
+    assert nothing.recommended is None
+    line = too_little(QWEN3_8B, DRAFTER, ROW, nothing.placements[1], [10 * GIB] * 8, nothing.placements)
+    assert "GPU 0" in line and "neither" in line
+
+
+def test_one_memory_holds_all_processes_and_a_gpu_those_that_share_it():
+    one = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15]).placements[0]
+    two = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15] * 2).placements[0]
+    four = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15] * 4).placements[0]
+    assert one.need[0] == pytest.approx(2 * two.need[0]) == pytest.approx(4 * four.need[0])
+
+
+def test_available_memory_is_part_of_the_machine():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory() < total
+
+
+def test_plan_for_gpus_that_are_not_here(target_folder, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(make_config(target_folder, tmp_path, "train.rows_per_step=6").dump())
+    assert main(["plan", str(path), "--gpus", "8", "--gpu", "h200", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [p["name"] for p in said["placements"]] == ["split 7 + 1", "split 6 + 2", "split 5 + 3", "split 2 + 6"]
+    assert said["recommended"] in {p["name"] for p in said["placements"]} and said["does_not_fit"] is None
+    assert main(["plan", str(path), "--gpus", "8", "--gpu", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "split 5 + 3" in text and "recommended" in text and "no store yet" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0", "--gpu", "h200"], "--gpus 0"),
+        (["--gpu", "h2000"], "knows h200"),
+        (["--gpus", "2"], "no GPU is here"),
+    ],
+)
+def test_bad_input_is_one_line(target_folder, tmp_path, capsys, options, message):
+    path = tmp_path / "config.json"
+    path.write_text(make_config(target_folder, tmp_path).dump())
+    assert main(["plan", str(path), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_run_that_does_not_fit_exits_2(target_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CARDS, "h200", dataclasses.replace(CARDS["h200"], memory_gib=0.5))
+    path = tmp_path / "config.json"
+    path.write_text(make_config(target_folder, tmp_path).dump())
+    assert main(["plan", str(path), "--gpu", "h200"]) == 2
+    said = capsys.readouterr()
+    assert "does not fit: GPU 0 needs" in said.err and "GiB too little" in said.err
+    assert "none fits" in said.out
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_measured_rates_give_back_the_measured_seconds(stored, dtype):
+    train = stored.train.model_copy(update={"compute_dtype": dtype})
+    work = prepare(stored.model_copy(update={"train": train}))
+    rates = measure(work, torch.device("cpu"))
+    assert all(v > 0 for k, v in dataclasses.asdict(rates).items() if not k.endswith("fixed"))
+    found = predict(work.geometry, work.spec, work.settings, rates, 1, [1e12])
+    assert 1e-4 < found.target_seconds < 5 and 1e-4 < found.drafter_seconds < 5
+
+
+def test_a_process_beside_others_measures_when_told(stored):
+    rates = measure_together(stored, 1)
+    assert rates.drafter_flops > 0 and rates.target_flops > 0
