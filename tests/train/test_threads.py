@@ -19,10 +19,13 @@ import torch
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 CHILD = Path(__file__).with_name("tracing_peers.py")
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not torch.cpu._is_avx2_supported(),
-    reason="torch.compile of flex_attention on a CPU needs g++ and AVX2",
-)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        shutil.which("g++") is None or not torch.cpu._is_avx2_supported(),
+        reason="torch.compile of flex_attention on a CPU needs g++ and AVX2",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     found = {}
     for arrangement in ("processes", "threads"):
         done = subprocess.run(
-            [sys.executable, str(CHILD), arrangement], env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, str(CHILD), arrangement], env=environment, capture_output=True, text=True, timeout=250
         )
         assert done.returncode == 0, f"{arrangement}: {done.stderr[-4000:]}"
         found[arrangement] = json.loads(done.stdout.splitlines()[-1])

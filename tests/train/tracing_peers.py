@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from draftsmith.drafter.attention import attend, build_masks
 
-LIMIT = 100.0
+LIMIT = 240.0
 """Seconds after which a process that hangs prints its threads' stacks and ends."""
 DRAFTERS = 2
 CONTEXT, ANCHORS, BLOCK = 1024, 32, 8
