@@ -32,7 +32,7 @@ def make_optimizer(drafter: DFlashDrafter, config: TrainConfig) -> torch.optim.A
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.learning_rate,
         betas=config.betas,
-        fused=matrices[0].device.type == "cuda",
+        fused=True,
     )
 
 
