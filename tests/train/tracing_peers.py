@@ -40,7 +40,7 @@ class Drafter:
         low = high // (CONTEXT // 4) * (CONTEXT // 4)
         self.masks = {
             kind: build_masks(kind, low, high, CONTEXT, BLOCK, [None], torch.device("cpu"))[0]
-            for kind in ("flex", "sdpa")
+            for kind in ("flex", "dense")
         }
         queries = ANCHORS * BLOCK
         self.qkv = [
@@ -70,7 +70,7 @@ class Drafter:
             "dense": "aten::_softmax" in names,
             "fused": any("CompiledFxGraph" in name for name in names),
             "seconds": min(seconds),
-            "error": float((out - attend(*self.qkv, self.masks["sdpa"])).abs().max()),
+            "error": float((out - attend(*self.qkv, self.masks["dense"])).abs().max()),
         }
 
 
