@@ -235,14 +235,14 @@ def main() -> None:
             "ratio_given_labels": ratio(times["given_labels"], times["ours"]),
         }
         print(name, json.dumps(cases[name], indent=1), flush=True)
-    result = {
-        "peer": "speculators 0.9.0, sdpa, eager ce",
-        "threads": torch.get_num_threads(),
-        "steps": STEPS,
-        "ratio": min(case["ratio"]["median"] for case in cases.values()),
-        "cases": cases,
-    }
-    print(write_result("step_cpu", result))
+        result = {
+            "peer": "speculators 0.9.0, sdpa, eager ce",
+            "threads": torch.get_num_threads(),
+            "steps": STEPS,
+            "ratio": min(case["ratio"]["median"] for case in cases.values()),
+            "cases": cases,
+        }
+        print(write_result("step_cpu", result))
 
 
 if __name__ == "__main__":
