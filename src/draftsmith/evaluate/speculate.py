@@ -108,7 +108,7 @@ class Drafts:
         masks: list[Mask] = [None] * self.spec.num_layers
         if any(window is not None for window in self.spec.windows()):
             here = np.array([self.length])
-            masks = build_masks("sdpa", here * 0, here, self.length, slots, self.spec.windows(), self.device)
+            masks = build_masks("dense", here * 0, here, self.length, slots, self.spec.windows(), self.device)
         assert self.context is not None
         x = embed(tokens, self.embedding, self.spec).to(self.drafter.fc.weight.dtype)
         hidden = self.drafter.blocks(x, positions, self.context, masks)

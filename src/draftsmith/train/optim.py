@@ -39,11 +39,11 @@ def make_optimizer(drafter: DFlashDrafter, config: TrainConfig, *, one_pass: boo
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas}
     if config.optimizer == "muon":
-        adamw = torch.optim.AdamW(groups[1:], fused=matrices[0].is_cuda, **settings)
+        adamw = torch.optim.AdamW(groups[1:], fused=True, **settings)
         return MuonAdamW(matrices, adamw, lr=config.learning_rate, weight_decay=config.weight_decay)
     if one_pass:
         return OnePassAdamW(groups, **settings)
-    return torch.optim.AdamW(groups, fused=matrices[0].is_cuda, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 class MuonAdamW(torch.optim.Muon):

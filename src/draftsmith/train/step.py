@@ -72,7 +72,9 @@ class RowStep:
         trunk = with_linear(self.working, TrainedLinear) if train.fp8 in ("drafter", "both") else self.working
         self.trunk: Callable[..., Tensor] = one_graph(trunk) if compiled else trunk
         self.chunk = one_graph(head_chunk) if compiled else None
-        self.train, self.loss, self.attention, self.compute_dtype = train, loss, attention, compute_dtype
+        self.train, self.loss, self.compute_dtype = train, loss, compute_dtype
+        # pieces have shapes of their own in every row
+        self.attention = "dense" if compiled and attention == "sdpa" else attention
         self.world = world or World()
         self.sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         self.gamma = loss.gamma or default_gamma(drafter.spec.block_size)
