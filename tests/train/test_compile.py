@@ -1,0 +1,155 @@
+"""Warm-up and guard: a compiled run trains like an eager one, starts warm from its bundle, and never falls back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_config, write_conversations
+from torch.nn.attention.flex_attention import flex_attention
+
+from draftsmith.data.tokenize import tokenize
+from draftsmith.errors import FallbackError, InputError
+from draftsmith.rundir import attempts
+from draftsmith.train import compile as compiling
+from draftsmith.train.dist import World
+
+
+@pytest.fixture
+def made(target_folder, tmp_path):
+    """make(*overrides) -> (Compiler, what it said, what it recorded as a fallback)"""
+    before = list(warnings.filters)
+
+    def make(*overrides: str):
+        said: list[str] = []
+        recorded: list[str] = []
+        config = make_config(target_folder, tmp_path, f"compile.cache_dir={tmp_path}/cache", *overrides)
+        compiler = compiling.Compiler(
+            config, World(), {"torch": torch.__version__}, torch.device("cpu"), said.append, recorded.append
+        )
+        return compiler, said, recorded
+
+    environment = dict(os.environ)
+    yield make
+    os.environ.clear()
+    os.environ.update(environment)
+    torch._dynamo.config.error_on_recompile = False
+    torch._dynamo.config.fail_on_recompile_limit_hit = False
+    torch._dynamo.reset()
+    warnings.filters[:] = before
+
+
+def doubled(x):
+    return x * 2
+
+
+def test_a_new_shape_after_the_warm_up_stops_the_run_with_the_cause(made):
+    compiler, _, _ = made()
+    double = torch.compile(doubled, backend="eager", fullgraph=True, dynamic=False)
+    double(torch.ones(3))
+    compiler.arm()
+    with compiler.guarded(0):
+        double(torch.ones(3))
+    with pytest.raises(FallbackError, match=r"step 8 would have been compiled anew: .*") as caught, compiler.guarded(7):
+        double(torch.ones(4))
+    assert "size" in str(caught.value)
+
+
+def test_warn_goes_on_and_records_it(made):
+    compiler, said, recorded = made("compile.on_fallback=warn")
+    double = torch.compile(doubled, backend="eager", fullgraph=True, dynamic=False)
+    double(torch.ones(3))
+    compiler.arm()
+    with compiler.guarded(0):
+        double(torch.ones(4))
+    compiler.check(1)
+    assert len(recorded) == 1 and "step 1: 1 graphs since the warm-up" in recorded[0]
+    assert said[-1] == f"warning: {recorded[0]}"
+    compiler.check(2)
+    assert len(recorded) == 1
+
+
+def test_attention_that_was_not_compiled_stops_the_run(made, monkeypatch):
+    import torch.nn.attention.flex_attention as module
+
+    compiler, _, _ = made()
+    compiler.arm()
+    x = torch.randn(1, 1, 8, 4)
+    for name in ("_WARNINGS_SHOWN", "_warned"):  # torch says it once a process
+        if hasattr(module, name):
+            getattr(module, name).clear()
+    with pytest.raises(FallbackError, match="step 1 would have run uncompiled: flex_attention"), compiler.guarded(0):
+        flex_attention(x, x, x)
+
+
+def test_fp8_is_refused_where_there_is_none(made):
+    with pytest.raises(InputError, match=r"train\.fp8=target: this device has no 8-bit products"):
+        made("train.fp8=target")
+
+
+def run(path: Path, *overrides: str, code: int = 0, **environment: str) -> str:
+    command = [sys.executable, "-m", "draftsmith.cli", "train", str(path), *overrides]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def work(target_folder, tmp_path_factory):
+    work = tmp_path_factory.mktemp("compiled")
+    config = make_config(
+        target_folder, work, "train.rows_per_step=2", "train.steps=3", f"compile.cache_dir={work}/cache",
+        "drafter.num_layers=1", "target.forward=packed", "placement.drafters=2", "compile.enabled=true",
+    )  # fmt: skip
+    write_conversations(config.conversations)
+    tokenize(config)
+    path = work / "config.yaml"
+    path.write_text(config.dump())
+    return work, path, config
+
+
+def facts(config, attempt: int, rank: int = 0) -> dict:
+    run = attempts(config.runs_dir, config.name)[attempt]
+    return json.loads(run.manifest("built", rank).read_text())["built"]["compiled"]
+
+
+def curve(run) -> list[float]:
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def test_two_processes_start_cold_then_from_the_bundle_and_train_like_eager_ones(work):
+    folder, path, config = work
+    out = run(path)
+    assert "compiling the target 1/2" in out and "compiling the drafter 2/2" in out
+    cold = facts(config, 0)
+    assert cold["cache"] == "cold" and cold["target"] == "compiled" and cold["graph_breaks"] == 0
+    first = attempts(config.runs_dir, config.name)[0]
+    assert (first.compile_cache / "bundle.tar").is_file()
+    shutil.rmtree(folder / "cache")
+    out = run(path, "--new-attempt")
+    assert "compile cache restored from" in out
+    warm = facts(config, 1)
+    assert warm["cache"] == "restored" and warm["cache_misses"] == 0 and warm["cache_hits"] > 0
+    run(path, "--new-attempt", "compile.enabled=false")
+    compiled, again, eager = (curve(r) for r in attempts(config.runs_dir, config.name))
+    assert compiled == again
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-4, atol=0)
+
+
+def test_without_a_compiler_there_is_one_clear_line(work, tmp_path):
+    _, path, _ = work
+    out = run(path, "--new-attempt", "placement.drafters=1", f"compile.cache_dir={tmp_path}", code=2, CXX="/none/g++")
+    line = out.strip().splitlines()[-1]
+    assert (
+        line.startswith("draftsmith train: compile: this machine cannot compile (") and "compile.enabled=false" in line
+    )
