@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith import __version__, env
-from draftsmith.errors import InputError, Interrupted
+from draftsmith.errors import InputError, Interrupted, PeerError, RunError, SaidElsewhere
 
 if TYPE_CHECKING:  # `runs` works where pydantic does not
     from draftsmith.config import Config
@@ -119,11 +120,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         env.prepare()
         return _run(args)
+    except SaidElsewhere:
+        return 2
     except InputError as error:
         print(f"draftsmith {args.command}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:
+    except PeerError:
+        return 1
+    except RunError as error:
         print(f"draftsmith {args.command}: {error}", file=sys.stderr)
+        return 1
+    except FloatingPointError as error:
+        if env.local_rank()[0] == 0:  # raised alike on all drafters
+            print(f"draftsmith {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"draftsmith {args.command}: interrupted", file=sys.stderr)
@@ -233,4 +242,9 @@ def _stage(args: argparse.Namespace, config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and env.launched():  # threads that wait for a peer that is gone cannot be ended otherwise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

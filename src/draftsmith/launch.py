@@ -60,6 +60,7 @@ def _once(arguments: Sequence[str], placement: PlacementConfig, gpus: int, stop:
     for rank in range(size):
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         if gpus:
@@ -101,7 +102,7 @@ def _report(
     lost: Sequence[tuple[int, int | None]], children: list[subprocess.Popen[bytes]], placement: PlacementConfig
 ) -> int:
     """Say who was lost first; a process that ended with an error of its own explains those that lost their peer."""
-    time.sleep(1.0)  # the others notice within moments: whoever said 2 (bad input) or died by a signal goes first
+    time.sleep(1.0)  # the others notice within moments: whoever died by a signal or said 2 (bad input) goes first
     ended: Sequence[tuple[int, int | None]] = [(r, c.returncode) for r, c in enumerate(children) if c.poll()] or lost
     rank, code = min(((r, int(c or 1)) for r, c in ended), key=lambda e: _explains(e[1]))
     if code in (BAD_INPUT, TOO_SLOW):
@@ -114,11 +115,11 @@ def _report(
 
 
 def _explains(code: int) -> int:
-    """How far down the chain of consequences an exit code stands: what was refused or killed comes before what then
+    """How far down the chain of consequences an exit code stands: what was killed or refused comes before what then
     lost its peer, an error of its own before the abort of a communication thread."""
-    if code in (BAD_INPUT, TOO_SLOW):
-        return 0
     if code < 0 and code != -signal.SIGABRT:
+        return 0
+    if code in (BAD_INPUT, TOO_SLOW):
         return 1
     return 2 if code > 0 else 3
 

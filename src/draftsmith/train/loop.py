@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil, isfinite
@@ -50,6 +50,7 @@ from draftsmith.train import checkpoint
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
 from draftsmith.train.floor import Interval
+from draftsmith.train.memory import check_rows_fit
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.roles import Clock, KnownRows, serve, who_waits, with_anchors
 from draftsmith.train.schedule import rows_of_drafter
@@ -161,7 +162,10 @@ def train(
     recorder = Recorder("train", config.model_dump(mode="json"))
     with join(config.placement, pick_device(config.device).type) as world:
         agree(world, identity(config))
-        plan = prepare(config, target, world)
+        with world.together("prepare"):
+            plan = prepare(config, target, world)
+            rows = plan.steps * config.train.rows_per_step
+            check_rows_fit(world, config.placement.run_ahead, rows, row_bytes(config, plan), plan.target.device)
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
             begin = world.read("begin")
@@ -189,8 +193,14 @@ def train(
             try:
                 _run(config, plan, run, tracker, recorder, source_checkpoint, world)
             finally:
-                world.publish("stopped", world.rank)
+                world.stop()
     return run
+
+
+def row_bytes(config: Config, plan: Plan) -> int:
+    """Of the features of one row."""
+    values = config.train.row_tokens * len(plan.spec.feature_layers) * plan.spec.hidden_size
+    return values * plan.feature_dtype.itemsize
 
 
 def find_start(config: Config, plan: Plan, resume: str, new_attempt: bool) -> tuple[Path | None, list[str]]:
@@ -385,14 +395,19 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
     """Read the steps since the last log point back from the device, over all drafters, and write a line for each.
     Returns where the time went, and the note for the progress line.
 
-    Raises FloatingPointError naming the step and the row if features, loss or gradient are not finite.
+    Raises FloatingPointError, on all drafters, naming step and row if features, loss or gradient are not finite.
     """
-    for sums in waiting:
-        for (epoch, index), good in zip(sums.rows, sums.finite.tolist(), strict=True):
-            if not good:
-                raise FloatingPointError(
-                    f"step {sums.step + 1}: features of epoch {epoch}, row {index} hold NaN or Inf"
-                )
+    with world.waiting("the device to finish its steps"):
+        found = not_finite(waiting)
+    if any(world.sum_host([float(found is not None)])):
+        told = [found]
+        if world.store is not None:
+            told = world.gather("not finite", found, range(world.drafters))
+            world.leave(range(world.drafters))
+        first = min(step for step, _ in filter(None, told))  # what follows has it from there
+        raise FloatingPointError(
+            "; ".join(f"step {first}: {text}" for step, text in filter(None, told) if step == first)
+        )
     values = torch.stack([torch.cat([s.weighted[None], s.ce_B, s.correct_B, s.count_B]) for s in waiting])
     values_device = values.device
     values = world.sum_device(values).cpu()
@@ -424,6 +439,18 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
     )  # fmt: skip
     note = f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s"
     return interval, f"{note}  {who_waits(parts, waits)}"
+
+
+def not_finite(waiting: Sequence[StepSums]) -> tuple[int, str] | None:
+    """The first step and row of this process's own whose features or loss are not finite."""
+    for sums in waiting:
+        flags = zip(sums.rows, sums.finite.tolist(), sums.finite_loss.tolist(), strict=True)
+        for (epoch, index), features, loss in flags:
+            if not features:
+                return sums.step + 1, f"features of epoch {epoch}, row {index} hold NaN or Inf"
+            if not loss:
+                return sums.step + 1, f"the loss of epoch {epoch}, row {index} is NaN or Inf"
+    return None
 
 
 def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:

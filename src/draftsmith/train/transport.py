@@ -29,10 +29,6 @@ LOOK = 0.2
 """Seconds between two looks at whether the drafters have stopped."""
 
 
-class PeerTimeout(RuntimeError):
-    """A peer did not take or give a row in time; the message names its role and rank."""
-
-
 class Stopped(Exception):
     """The drafters have stopped before the last row."""
 
@@ -58,26 +54,28 @@ class Times:
         self.compute, self.wait, self.rows, self.since = 0.0, 0.0, 0, time.monotonic()
 
 
-def wait_for(work: Any, seconds: float, who: str, stopped: Callable[[], bool] | None = None) -> None:
-    """Wait for a transfer.  Raises PeerTimeout naming `who`; Stopped when `stopped()` says so meanwhile."""
+def wait_for(work: Any, world: World, what: str, *, stoppable: bool = False) -> None:
+    """Wait for a transfer.  Raises PeerError if the peer is lost or too late; with `stoppable` Stopped if the drafters
+    have stopped meanwhile."""
     begin = looked = time.monotonic()
     pause = 1e-5
-    while not work.is_completed():
-        now = time.monotonic()
-        if now - begin > seconds:
-            raise PeerTimeout(f"{who}: no answer for {seconds:g} s")
-        if stopped is not None and now - looked > LOOK:
-            looked = now
-            if stopped():
-                raise Stopped
-        time.sleep(pause)
-        pause = min(pause * 2, 2e-3)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        if stopped is not None and stopped():
-            raise Stopped from error
-        raise RuntimeError(f"{who}: lost ({str(error).splitlines()[0][:160]})") from error
+    with world.waiting(what):
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begin > world.timeout:
+                raise RuntimeError("no answer")
+            if stoppable and now - looked > LOOK:
+                looked = now
+                if world.said("stopped"):
+                    raise Stopped
+            time.sleep(pause)
+            pause = min(pause * 2, 2e-3)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if stoppable and world.said("stopped"):
+                raise Stopped from error
+            raise
 
 
 class SendRows:
@@ -100,8 +98,8 @@ class SendRows:
         begin = time.monotonic()
         while len(self.flying) > keep:
             work, _, g = self.flying.popleft()
-            who = f"{self.world.name(drafter_of(g, self.world.drafters))} takes row {g}"
-            wait_for(work, self.world.timeout, who, lambda: self.world.said("stopped"))
+            taker = self.world.name(drafter_of(g, self.world.drafters))
+            wait_for(work, self.world, f"{taker} to take row {g}", stoppable=True)
         self.times.wait += time.monotonic() - begin
 
 
@@ -130,8 +128,8 @@ class ReceiveRows:
 
     def row(self, row: PackedRow) -> Tensor:
         work, buffer, g = self.flying.popleft()
-        who = f"{self.world.name(self.world.drafters + target_of(g, self.world.targets))} gives row {g}"
-        wait_for(work, self.world.timeout, who)
+        giver = self.world.name(self.world.drafters + target_of(g, self.world.targets))
+        wait_for(work, self.world, f"{giver} to give row {g}")
         self._ask()
         return buffer
 
@@ -166,10 +164,11 @@ class WaitedFor:
             raise self.failure
 
 
-def send_heldout(features: Sequence[Tensor]) -> None:
+def send_heldout(world: World, features: Sequence[Tensor]) -> None:
     """Target 0 to drafter 0, before the first row."""
     for i, one in enumerate(features):
-        _start(dist.isend, one.contiguous(), 0, TAGS + i).wait()
+        work = _start(dist.isend, one.contiguous(), 0, TAGS + i)
+        wait_for(work, world, f"{world.name(0)} to take held-out row {i}")
 
 
 def receive_heldout(
@@ -179,7 +178,7 @@ def receive_heldout(
     for i in range(count):
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = _start(dist.irecv, buffer, world.drafters, TAGS + i)
-        wait_for(work, world.timeout, f"{world.name(world.drafters)} gives held-out row {i}")
+        wait_for(work, world, f"{world.name(world.drafters)} to give held-out row {i}")
         out.append(buffer.cpu())
     return out
 
