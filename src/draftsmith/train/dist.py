@@ -23,7 +23,7 @@ from torch import Tensor
 from draftsmith import env
 from draftsmith.config import PlacementConfig
 from draftsmith.errors import InputError, RunError, SaidElsewhere
-from draftsmith.train.waiting import MOMENT, Waiting
+from draftsmith.train.waiting import MOMENT, Waiting, within
 
 BUCKET_BYTES = 128 * 2**20
 """Gradients are reduced in pieces of about this size."""
@@ -82,8 +82,8 @@ class World:
 
     @contextmanager
     def together(self, stage: str) -> Iterator[None]:
-        """What one process refuses inside, all refuse.  Raises InputError on every process; where only some have a
-        problem it names them."""
+        """What one process refuses inside, all refuse.  Raises InputError on every process; it names those that have a
+        problem, unless all do."""
         problem = ""
         try:
             yield
@@ -93,11 +93,10 @@ class World:
                 raise
         if self.store is not None:
             problems = self.gather(f"refuses/{stage}", problem, range(self.size))
-            alike = len(set(problems)) == 1
-            lines = problems[:1] if alike else [f"{self.name(r)}: {text}" for r, text in enumerate(problems) if text]
-            if any(problems):
+            lines = [f"{self.name(r)}: {text}" for r, text in enumerate(problems) if text]
+            if lines:
                 self.leave(range(self.size))
-                raise refusal("; ".join(lines))
+                raise refusal(problems[0] if all(problems) else "; ".join(lines))
 
     def leave(self, ranks: Sequence[int]) -> None:
         """Rank 0, which keeps the store, stays until the others have read what is in it."""
@@ -251,13 +250,17 @@ def _meet(alone: World) -> Any:
     """The store of all processes, once all have arrived.  Raises InputError that names those that have not."""
     host, port, kept = env.meeting_place()
     where, me, rank, seconds = f"{host}:{port}", alone.name(), alone.rank, alone.timeout
-    try:
+
+    def reach() -> tuple[Any, int]:
         tcp = dist.TCPStore(
             host, port, is_master=rank == 0 and not kept, timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )  # fmt: skip
         store = dist.PrefixStore("draftsmith", tcp)
-        times = store.add(f"here/{rank}", 1)
+        return store, store.add(f"here/{rank}", 1)
+
+    try:
+        store, times = within(seconds + MOMENT, reach)  # another program may listen there and never answer
     except (RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
         if "EADDRINUSE" in text:

@@ -10,6 +10,8 @@ from draftsmith import env
 from draftsmith.errors import InputError
 from draftsmith.train.dist import World
 
+SHARE = 0.8
+"""Of the free memory that rows may take."""
 GROUP = Path("/sys/fs/cgroup")
 
 
@@ -26,9 +28,9 @@ def check_rows_fit(world: World, run_ahead: int, rows: int, row_bytes: int, devi
     free = torch.cuda.mem_get_info(device)[0] if gpu else available_memory()
     processes = 1 if gpu else env.local_rank()[1]
     each = min(run_ahead, rows) + 1
-    if each * row_bytes * processes <= free:
+    if each * row_bytes * processes <= SHARE * free:
         return
-    fits = free // (row_bytes * processes) - 1
+    fits = int(SHARE * free) // (row_bytes * processes) - 1
     advice = (
         f"placement.run_ahead={fits} would fit"
         if fits > 0
@@ -37,7 +39,7 @@ def check_rows_fit(world: World, run_ahead: int, rows: int, row_bytes: int, devi
     where = "on this GPU" if gpu else f"in the {processes} processes of this machine"
     raise InputError(
         f"placement.run_ahead={run_ahead}: rows under way {where} need {size(each * row_bytes * processes)} "
-        f"({size(row_bytes)} a row), {size(free)} are free: {advice}"
+        f"({size(row_bytes)} a row), {SHARE:.0%} of the free {size(free)} are for them: {advice}"
     )
 
 

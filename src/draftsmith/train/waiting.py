@@ -65,31 +65,29 @@ class Waiting:
         start = f"draftsmith train: {self.names[self.rank]} waited {waited:.0f} s for {what}: "
         if error is not None and waited < 0.9 * self.seconds:
             return f"{start}the connection is lost ({str(error).splitlines()[0][:120]})"
-        told = self._others()
-        if told is None:
-            who = f"{self.names[0]}, which keeps the store of all processes, does not answer"
-        elif silent := [name for name, told_what in told.items() if not told_what]:
-            who = f"{', '.join(silent)} did not answer"
-        else:
-            who = "all others wait too"
-        return start + who
+        try:
+            silent = [name for name, told in self._others().items() if not told]
+        except RuntimeError:
+            return f"{start}{self.names[0]}, which keeps the store of all processes, does not answer"
+        return start + (f"{', '.join(silent)} did not answer" if silent else "all others wait too")
 
     def say(self, key: str, value: str) -> None:
         """Publish something if the store can still be reached: nobody depends on it."""
-        _within(ASK, lambda: self.store.set(key, value))
+        with suppress(RuntimeError):
+            within(ASK, lambda: self.store.set(key, value))
 
     def finish(self) -> None:
         """Nobody is to wait for this process any more."""
         self.say(f"waits/{self.rank}", "nothing more")
 
-    def _others(self) -> dict[str, str] | None:
-        """What every other process waits for, "" for nothing; None if the store does not answer."""
+    def _others(self) -> dict[str, str]:
+        """What every other process waits for, "" for nothing.  Raises RuntimeError if the store does not answer."""
 
         def ask() -> dict[str, str]:
             keys = {name: f"waits/{r}" for r, name in enumerate(self.names) if r != self.rank}
             return {n: self.store.get(k).decode() if self.store.check([k]) else "" for n, k in keys.items()}
 
-        return _within(ASK, ask)
+        return dict(within(ASK, ask))
 
     def _tell(self) -> None:
         """Tell the others what this process waits for.  Ends with the store."""
@@ -118,15 +116,20 @@ class Waiting:
                 os._exit(1)
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The answer of a call that may never return, or None."""
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """The answer of a call that may never return.  Raises RuntimeError, its own or for being too late."""
     found: list[Any] = []
+    errors: list[Exception] = []
 
     def run() -> None:
-        with suppress(RuntimeError):
+        try:
             found.append(call())
+        except (RuntimeError, ValueError) as error:
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    if not found:
+        raise errors[0] if errors else RuntimeError(f"no answer for {seconds:g} s")
+    return found[0]
