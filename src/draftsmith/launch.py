@@ -63,7 +63,7 @@ def _once(arguments: Sequence[str], placement: PlacementConfig, gpus: int, stop:
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        if gpus:
+        if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else env.py picks from it
             environment["CUDA_VISIBLE_DEVICES"] = str(rank % gpus)
         command = [sys.executable, "-m", "draftsmith.cli", "train", *arguments]
         children.append(subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent, start_new_session=True))

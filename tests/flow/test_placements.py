@@ -163,27 +163,6 @@ def test_a_lost_process_ends_all_and_the_run_goes_on(target_folder, work, curves
     assert losses(config) == curves["split_1_2"]
 
 
-def test_a_process_that_hangs_is_named_and_all_end(target_folder, work):
-    """Stopped processes answer nothing; one run loses its target so, the other the drafter that keeps the store."""
-    seconds = 8
-    runs = {}
-    for victim, rank in (("target 0 (rank 1)", 1), ("drafter 0 (rank 0)", 0)):
-        path, config = settings(
-            target_folder, work, f"hang_{rank}", *SPLITS["split_1_1"], "train.steps=5000",
-            "train.checkpoint_every=5000", f"placement.timeout_seconds={seconds}",
-        )  # fmt: skip
-        runs[victim] = rank, config, start(path)
-    for rank, config, _ in runs.values():
-        wait_for_steps(config)
-        os.kill(dict(processes_of(config))[rank], signal.SIGSTOP)
-    stopped = time.monotonic()
-    for victim, (_, config, process) in runs.items():
-        lines = [line for line in finish(process, 1).splitlines() if "waited" in line]
-        assert len(lines) == 1 and f"{victim}" in lines[0].split(":", 2)[2] and "row" in lines[0], lines
-        assert processes_of(config) == []
-    assert time.monotonic() - stopped < seconds + 22  # a launcher gives the processes 10 s to end
-
-
 def test_sigterm_saves_on_all_and_exits_143(target_folder, work):
     path, config = settings(target_folder, work, "terminated", *SPLITS["split_1_2"], "train.steps=200")
     process = start(path)
@@ -231,17 +210,3 @@ def test_processes_with_other_configs_are_refused_with_the_difference(target_fol
     for rank in ranks:
         out = finish(rank, 2)
         assert "do not run the same thing" in out and "config train" in out and "0.5" in out
-
-
-def test_a_world_of_another_size_is_refused(target_folder, work):
-    path, _ = settings(target_folder, work, "alone")
-    out = finish(start(path, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999"), 2)
-    assert "placement asks for 1 processes, 3 were started" in out
-
-
-def test_a_rank_that_never_arrives(target_folder, work):
-    path, _ = settings(target_folder, work, "lonely", "placement.drafters=2", "placement.timeout_seconds=3")
-    begin = time.monotonic()
-    out = finish(start(path, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29998"), 2)
-    assert "within 3 s: process 1 (rank 1) missing" in out and len(out.splitlines()) == 1
-    assert time.monotonic() - begin < 60
