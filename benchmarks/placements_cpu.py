@@ -37,6 +37,8 @@ PLACEMENTS = {
     "split_3_2": ("placement.mode=split", "placement.targets=3", "placement.drafters=2"),
 }
 STEPS = "train.steps=20"
+TRAINING = 1.5
+"""Seconds from the first checkpoint to the end, about."""
 
 
 def main() -> None:
@@ -128,7 +130,8 @@ def resume_elsewhere(target: Path, work: Path) -> list[float]:
 
 
 def kill_one(target: Path, work: Path, number: int, seconds: float, curve: list[float]) -> dict[str, Any]:
-    """Kill one process at a random moment of the run's length; a moment after its end is drawn again."""
+    """Kill one process at a random moment: of the whole run, or (every other three) of the time after the first
+    checkpoint, since most of so short a run is its start.  A moment after the end is drawn again."""
     rng = random.Random(number)
     victim = ("drafter", "target", "launcher")[number % 3]
     rank = {"drafter": rng.choice([0, 1]), "target": 2, "launcher": -1}[victim]
@@ -137,8 +140,13 @@ def kill_one(target: Path, work: Path, number: int, seconds: float, curve: list[
         process = start(path)
         while len(processes_of(run)) < 4:  # the launcher and its three
             time.sleep(0.05)
-        moment = rng.uniform(0, seconds)
-        time.sleep(moment)
+        begin = time.monotonic()
+        if number // 3 % 2:
+            wait_for_checkpoint(run)
+            time.sleep(rng.uniform(0, TRAINING))
+        else:
+            time.sleep(rng.uniform(0, seconds))
+        moment = time.monotonic() - begin
         ranks = dict(processes_of(run))
         if process.poll() is None and rank in ranks:
             break

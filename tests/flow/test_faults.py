@@ -149,17 +149,14 @@ import resource, sys, torch.distributed, transformers
 from draftsmith import cli
 import draftsmith.train.loop
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + 150 * 2**20,) * 2)
 cli.end(cli.main(sys.argv[1:]))
 """
 
 
 def test_a_process_that_cannot_allocate_is_named_and_the_others_end(target_folder, work):
-    """A row of features is 488 MiB, and the target may take 300 MiB more than its libraries."""
-    path, _ = settings(
-        target_folder, work, "memory", *SPLITS["split_1_1"], "train.row_tokens=1000000", "placement.run_ahead=1",
-        "train.compute_dtype=float32", "train.feature_dtype=bfloat16",
-    )  # fmt: skip
+    """The target may take 150 MiB more than its libraries have: less than its threads want."""
+    path, config = settings(target_folder, work, "memory", *SPLITS["split_1_1"], "placement.timeout_seconds=20")
     port = free_port()
     drafter = rank_of(path, 0, 2, port)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -167,6 +164,8 @@ def test_a_process_that_cannot_allocate_is_named_and_the_others_end(target_folde
         [sys.executable, "-c", LIMITED, "train", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env={**environment, "MASTER_PORT": port},
     )  # fmt: skip
-    out = finish(target, 1)
-    assert out.startswith("draftsmith train: target 0 (rank 1): out of memory (") and len(out.splitlines()) == 1, out
-    assert "drafter 0 (rank 0) waited" in finish(drafter, 1)
+    for process in (target, drafter):
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode in (1, 2) and len(out.splitlines()) == 1 and "target 0 (rank 1)" in out, out
+        assert process is drafter or "can't start new thread" in out or "out of memory" in out, out
+    assert processes_of(config) == []

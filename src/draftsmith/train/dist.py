@@ -91,6 +91,10 @@ class World:
             problem = str(error)
             if self.store is None:
                 raise
+        except (MemoryError, RuntimeError) as error:
+            problem = out_of_memory(error)
+            if not problem or self.store is None:
+                raise
         if self.store is not None:
             problems = self.gather(f"refuses/{stage}", problem, range(self.size))
             lines = [f"{self.name(r)}: {text}" for r, text in enumerate(problems) if text]
@@ -201,20 +205,23 @@ def world(placement: PlacementConfig, device_type: str) -> Iterator[World]:
         joined = _join(alone, gpu=device_type == "cuda")
         yield joined
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RunError) or not _is_memory(error):
+        problem = out_of_memory(error)
+        if not problem or isinstance(error, RunError):
             raise
-        first = (str(error).splitlines() or ["no memory"])[0]
-        raise RunError(f"{alone.name()}: out of memory ({first[:200]}): lower train.row_tokens, train.anchors or "
-                       f"placement.run_ahead, or give it more") from error  # fmt: skip
+        raise RunError(f"{alone.name()}: {problem}") from error
     # only at a good end: in any other case peers may be gone, and the process is about to end anyway
     if joined.waits:
         joined.waits.finish()
     dist.destroy_process_group()
 
 
-def _is_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> str:
+    """What to say of an allocation that failed; "" for any other error."""
     said = ("allocate memory", "out of memory", "can't start new thread")
-    return isinstance(error, MemoryError) or any(text in str(error) for text in said)
+    if not isinstance(error, MemoryError) and not any(text in str(error) for text in said):
+        return ""
+    first = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return f"out of memory ({first[:200]}): lower train.row_tokens, train.anchors or placement.run_ahead"
 
 
 def _join(alone: World, *, gpu: bool) -> World:
