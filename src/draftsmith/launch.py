@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from draftsmith.config import PlacementConfig
@@ -125,10 +126,10 @@ def _explains(code: int) -> int:
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    """No orphans: ask, wait, kill."""
+    """No orphans: ask, wait, kill; what has been stopped cannot hear."""
     for child in children:
         if child.poll() is None:
-            child.terminate()
+            child.kill() if _is_stopped(child.pid) else child.terminate()
     deadline = time.monotonic() + GRACE / 3
     for child in children:
         try:
@@ -136,6 +137,10 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def _die_with_parent() -> None:

@@ -65,7 +65,7 @@ def test_a_process_that_hangs_is_named_and_all_end(target_folder, work):
         lines = [line for line in finish(process, 1).splitlines() if "waited" in line]
         assert len(lines) == 1 and f"{victim}" in lines[0].split(":", 2)[2] and "row" in lines[0], lines
         assert processes_of(config) == []
-    assert time.monotonic() - stopped < seconds + 22  # a launcher gives the processes 10 s to end
+    assert time.monotonic() - stopped < seconds + 20
 
 
 def test_processes_that_do_not_meet_say_why(target_folder, work):

@@ -33,6 +33,7 @@ class Waiting:
         self.store, self.rank, self.names, self.seconds = store.clone(), rank, names, seconds
         self.wait: tuple[float, str] | None = None
         self.leave_at: float | None = None
+        self.saying = threading.Lock()  # taken by who says the line, and never given back
         threading.Thread(target=self._tell, daemon=True).start()
         threading.Thread(target=self._end, daemon=True).start()
 
@@ -54,6 +55,7 @@ class Waiting:
 
     def give_up(self, error: Exception | None = None) -> NoReturn:
         """Say in one line who did not answer; the process ends in bounded time, whatever still blocks it."""
+        self.saying.acquire()
         line = self._line(error)
         self.leave_at = time.monotonic() + LEAVE
         print(line, file=sys.stderr, flush=True)
@@ -111,7 +113,7 @@ class Waiting:
             if self.leave_at is not None:
                 if now > self.leave_at:
                     os._exit(1)
-            elif wait is not None and now - wait[0] > self.seconds + MOMENT:
+            elif wait and now - wait[0] > self.seconds + MOMENT and self.saying.acquire(blocking=False):
                 print(self._line(None), file=sys.stderr, flush=True)
                 os._exit(1)
 
