@@ -47,7 +47,7 @@ def test_the_peers_that_wait_for_nothing_are_named(store, capfd, monkeypatch):
 
 def test_a_lost_connection_is_said_without_blaming_those_who_are_busy(store):
     waits = Waiting(store, 0, NAMES, 60)
-    line = failed(waits, 0, "Connection closed by peer\nand more")
+    line = failed(waits, 0, "[/a/pair.cc:553] Connection closed by peer. This is typically the end.\nand more")
     assert line.endswith("waited 0 s for row 3: the connection is lost (Connection closed by peer)")
 
 

@@ -8,6 +8,7 @@ stopped process) are ended by a thread, with the process.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -66,7 +67,10 @@ class Waiting:
         waited = time.monotonic() - begun
         start = f"draftsmith train: {self.names[self.rank]} waited {waited:.0f} s for {what}: "
         if error is not None and waited < 0.9 * self.seconds:
-            return f"{start}the connection is lost ({str(error).splitlines()[0][:120]})"
+            first = re.sub(
+                r"^\[\S+\] |\. This is typically.*", "", str(error).splitlines()[0]
+            )  # gloo's source, its guess
+            return f"{start}the connection is lost ({first[:120]})"
         try:
             silent = [name for name, told in self._others().items() if not told]
         except RuntimeError:
