@@ -160,11 +160,12 @@ def kill_one(target: Path, work: Path, number: int, seconds: float, curve: list[
         process = start(path, "--resume", "auto", "--new-attempt")
     out, _ = process.communicate(timeout=200)
     orphans += left_over(run)
-    recovered = process.returncode == 0 and losses(run) == curve
+    done_before = process.returncode == 2 and "nothing is left to train" in out  # killed after its last checkpoint
+    recovered = (process.returncode == 0 or done_before) and losses(run) == curve
     if not recovered:
         print(out, flush=True)
     return {
-        "victim": victim, "rank": rank, "seconds": round(moment, 2), "steps_logged": at, "recovered": recovered,
+        "victim": victim, "rank": rank, "seconds": round(moment, 2), "steps_logged": at, "done_before": done_before, "recovered": recovered,
         "orphans": orphans,
     }  # fmt: skip
 

@@ -166,6 +166,18 @@ def train(
             plan = prepare(config, target, world)
             rows = plan.steps * config.train.rows_per_step
             check_rows_fit(world, config.placement.run_ahead, rows, row_bytes(config, plan), plan.target.device)
+        source_checkpoint: Path | None = None
+        passed_over: list[str] = []
+        with world.together("start"):
+            if world.role != "target":
+                if resume is not None:
+                    source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
+                check_files(config, plan, source_checkpoint)
+        with world.together("folder"):
+            if world.first:
+                check(config.tracking.wanted)
+                run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
+                write_text(run.config, config.dump())
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
             begin = world.read("begin")
@@ -176,15 +188,6 @@ def train(
             if not all_taken:  # rows that nobody will take are under way; their threads cannot be ended otherwise
                 os._exit(0)
             return served
-        source_checkpoint: Path | None = None
-        passed_over: list[str] = []
-        if resume is not None:
-            source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
-        check_files(config, plan, source_checkpoint)
-        if world.first:
-            check(config.tracking.wanted)
-            run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
-            write_text(run.config, config.dump())
         run = RunDir(Path(world.from_first("run", str(run.path) if run else "")))
         sinks = open_sinks(config.tracking.wanted if world.first else (), run, config.model_dump(mode="json"))
         with recorder.recording(run), closing(Tracker(run, quiet=not world.first, sinks=sinks)) as tracker:
