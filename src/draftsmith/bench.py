@@ -26,6 +26,7 @@ from draftsmith.config import parse_config
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.target.features import TimedFeatures
 from draftsmith.target.model import FeatureExtractor, Target, default_feature_layers, pick_device
 from draftsmith.target.packed import register
 from draftsmith.train import compile as compiling
@@ -335,7 +336,8 @@ class Bench:
         if world.role == "target":
             assert self.extract is not None
             mine = rows_of_target(0, last, world.targets, world.index)
-            serve_rows(SendRows(world, run_ahead), ((g, rows.row(g)) for g in mine), self.extract.row)
+            timed = TimedFeatures(self.extract, self.device)
+            serve_rows(SendRows(world, run_ahead), ((g, rows.row(g)) for g in mine), timed)
             world.publish(f"facts/{world.rank}", {"peak_gib": self._peak_gib()})
             return {}
         step = self.step

@@ -7,14 +7,16 @@ the throughput floor, 130 and 143 after SIGINT and SIGTERM.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from draftsmith import __version__, env
-from draftsmith.errors import FallbackError, InputError, Interrupted
+from draftsmith.errors import FallbackError, InputError, Interrupted, PeerError, RunError, SaidElsewhere
 
 if TYPE_CHECKING:  # `runs` works where pydantic does not
     from draftsmith.config import Config
@@ -132,11 +134,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         env.prepare()
         return _run(args)
+    except SaidElsewhere:
+        return 2
     except InputError as error:
         print(f"draftsmith {args.command}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
-    except (FloatingPointError, FallbackError) as error:
+    except PeerError:
+        return 1
+    except (RunError, FallbackError) as error:
         print(f"draftsmith {args.command}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"draftsmith {args.command}: {error.strerror}{where}: free space, then go on", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        if env.local_rank()[0] == 0:  # raised alike on all drafters
+            print(f"draftsmith {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"draftsmith {args.command}: interrupted", file=sys.stderr)
@@ -274,5 +290,15 @@ def _stage(args: argparse.Namespace, config: Config) -> None:
         demo(config)
 
 
+def end(code: int) -> NoReturn:
+    """End this process.  One of several that failed ends at once: threads that wait for a peer that is gone cannot be
+    ended otherwise."""
+    if code and env.launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -20,12 +20,14 @@ def prepare() -> None:
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, cores // beside))))
+    if launched():  # torch's own lines about sockets, between ours about the same
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     _one_gpu()
 
 
-def local_rank() -> int:
-    """This process's number among those of its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def gpu_is_shared() -> bool:
+    """Does this machine have fewer GPUs than processes of the run?  NCCL refuses that.  Set by launch.py."""
+    return os.environ.get("DRAFTSMITH_GPU_IS_SHARED") == "1"
 
 
 def compile_cache(folder: Path) -> None:
@@ -56,6 +58,24 @@ def demo_size() -> str:
 def world() -> tuple[int, int]:
     """(rank, world size) as torchrun sets them."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> tuple[int, int]:
+    """(rank, number of processes) on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def meeting_place() -> tuple[str, int, bool]:
+    """Host and port of the store of all processes, and whether torchrun keeps it (else rank 0 does).
+
+    Raises InputError where MASTER_ADDR or MASTER_PORT does not say.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(
+            f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}: RANK is set, so they must name rank 0's host and a port"
+        )
+    return host, int(port), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def cache_dir() -> Path:

@@ -19,3 +19,15 @@ class Interrupted(Exception):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class RunError(RuntimeError):
+    """The run cannot go on, and no input is to blame.  The CLI prints it as one line and exits with code 1."""
+
+
+class PeerError(RunError):
+    """Another process of the run is gone or does not answer.  The line that says so has been printed."""
+
+
+class SaidElsewhere(InputError):
+    """Bad input that stops all processes alike: another one on this machine prints the line."""

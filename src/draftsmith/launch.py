@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from draftsmith.config import PlacementConfig
@@ -60,10 +61,10 @@ def _once(arguments: Sequence[str], placement: PlacementConfig, gpus: int, stop:
     for rank in range(size):
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size), "DRAFTSMITH_GPU_IS_SHARED": str(int(0 < gpus < size)),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        if gpus:
+        if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else env.py picks from it
             environment["CUDA_VISIBLE_DEVICES"] = str(rank % gpus)
         command = [sys.executable, "-m", "draftsmith.cli", *arguments]
         children.append(subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent, start_new_session=True))
@@ -102,7 +103,7 @@ def _report(
     lost: Sequence[tuple[int, int | None]], children: list[subprocess.Popen[bytes]], placement: PlacementConfig
 ) -> int:
     """Say who was lost first; a process that ended with an error of its own explains those that lost their peer."""
-    time.sleep(1.0)  # the others notice within moments: whoever said 2 (bad input) or died by a signal goes first
+    time.sleep(1.0)  # the others notice within moments: whoever died by a signal or said 2 (bad input) goes first
     ended: Sequence[tuple[int, int | None]] = [(r, c.returncode) for r, c in enumerate(children) if c.poll()] or lost
     rank, code = min(((r, int(c or 1)) for r, c in ended), key=lambda e: _explains(e[1]))
     if code in (BAD_INPUT, TOO_SLOW):
@@ -115,20 +116,20 @@ def _report(
 
 
 def _explains(code: int) -> int:
-    """How far down the chain of consequences an exit code stands: what was refused or killed comes before what then
+    """How far down the chain of consequences an exit code stands: what was killed or refused comes before what then
     lost its peer, an error of its own before the abort of a communication thread."""
-    if code in (BAD_INPUT, TOO_SLOW):
-        return 0
     if code < 0 and code != -signal.SIGABRT:
+        return 0
+    if code in (BAD_INPUT, TOO_SLOW):
         return 1
     return 2 if code > 0 else 3
 
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    """No orphans: ask, wait, kill."""
+    """No orphans: ask, wait, kill; what has been stopped cannot hear."""
     for child in children:
         if child.poll() is None:
-            child.terminate()
+            child.kill() if _is_stopped(child.pid) else child.terminate()
     deadline = time.monotonic() + GRACE / 3
     for child in children:
         try:
@@ -136,6 +137,10 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def _die_with_parent() -> None:

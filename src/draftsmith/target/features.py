@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,39 @@ class FeatureSource(Protocol):
     """Whatever gives the features of a row, [T, K*H], on the drafter's device."""
 
     def row(self, row: PackedRow) -> Tensor: ...
+
+
+class TimedFeatures:
+    """A FeatureSource that knows how long its rows took.  On a GPU by events, since the host only queues the work: then
+    it is the time in which the GPU had nothing else to do."""
+
+    def __init__(self, source: FeatureSource, device: torch.device) -> None:
+        self.source = source
+        self.by_events = device.type == "cuda"
+        self.events: list[tuple[Any, Any]] = []
+        self.seconds = 0.0
+
+    def row(self, row: PackedRow) -> Tensor:
+        if not self.by_events:
+            begin = time.monotonic()
+            found = self.source.row(row)
+            self.seconds += time.monotonic() - begin
+            return found
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        found = self.source.row(row)
+        done.record()
+        self.events.append((begun, done))
+        return found
+
+    def take(self, *, finished: bool = False) -> float:
+        """Seconds since the last call.  On a GPU only after its work has been waited for, unless `finished`: then of
+        what has ended."""
+        while self.events and (not finished or self.events[0][1].query()):
+            begun, done = self.events.pop(0)
+            self.seconds += begun.elapsed_time(done) / 1e3
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 class FileFeatures:

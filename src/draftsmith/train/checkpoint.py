@@ -34,7 +34,7 @@ class Saver:
     def __init__(self, run: RunDir, keep: int) -> None:
         self.run, self.keep = run, keep
         self.thread: threading.Thread | None = None
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         self.path: Path | None = None
 
     def save(
@@ -65,9 +65,10 @@ class Saver:
             self.thread = None
         if self.failure is not None:
             error, self.failure = self.failure, None
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise InputError(
-                f"checkpoint {self.path} could not be written: {error.strerror or error}: free space there, or set "
-                f"runs_dir; then go on with --resume auto"
+                f"checkpoint {self.path} could not be written: {why}: free space there, or set runs_dir; then go on "
+                f"with --resume auto"
             ) from error
 
     close = wait
@@ -87,10 +88,8 @@ class Saver:
                 write_text(folder / STATE, json.dumps(dataclasses.asdict(record), indent=2))
             for old in listed(self.run)[: -self.keep]:
                 shutil.rmtree(old)
-        except OSError as error:
+        except (OSError, InputError, RuntimeError, MemoryError) as error:  # of a thread: nobody else would see it
             self.failure = error
-        except InputError as error:  # from folder_written_whole, which names the folder
-            self.failure = OSError(str(error))
 
 
 def _copy(value: Tensor) -> Tensor:

@@ -132,11 +132,11 @@ class Compiler:
     @property
     def _leader(self) -> int:
         """The rank that goes first on this machine."""
-        return self.world.rank - env.local_rank()
+        return self.world.rank - env.local_rank()[0]
 
     @property
     def _local_first(self) -> bool:
-        return env.local_rank() == 0
+        return env.local_rank()[0] == 0
 
     def _key(self, what: str) -> str:
         return f"compile/{what}/{self._leader}"
@@ -153,13 +153,15 @@ class Compiler:
         turns = mode == "first" or (mode == "auto" and self.device.type == "cpu")
         if turns and not self._local_first:
             self.world.read(self._key("warm"), self._leader)
-        with self._explained():
-            self._compile_all(step, extract)
-            if isinstance(optimizer, OnePassAdamW) and step is not None:
-                warm_optimizer(step)
-        self.world.publish(self._key("warm") if self._local_first else f"compile/warm/{self.world.rank}", True)
-        for rank in range(self.world.size) if self.world.store is not None else ():
-            self.world.read(f"compile/warm/{rank}", rank)  # nobody communicates while another compiles
+        with self.world.together("compile"):  # nobody communicates while another compiles
+            try:
+                with self._explained():
+                    self._compile_all(step, extract)
+                    if isinstance(optimizer, OnePassAdamW) and step is not None:
+                        warm_optimizer(step)
+            finally:
+                if self._local_first:
+                    self.world.publish(self._key("warm"), True)
         self.facts |= {"seconds": time.monotonic() - begin, **read_counters()}
         self.say(
             f"compiled in {self.facts['seconds']:.1f} s (cache {self.facts['cache']}, "

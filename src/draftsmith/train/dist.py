@@ -7,11 +7,12 @@ gloo on CPUs; numbers that live on the host (denominators, the wish to stop) alw
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
-import os
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from draftsmith import env
 from draftsmith.config import PlacementConfig
-from draftsmith.errors import InputError
+from draftsmith.errors import InputError, RunError, SaidElsewhere
+from draftsmith.train.waiting import MOMENT, Waiting, within
 
 BUCKET_BYTES = 128 * 2**20
 """Gradients are reduced in pieces of about this size."""
@@ -43,6 +45,9 @@ class World:
     """NCCL or gloo, drafters only; None with one drafter."""
     store: Any = None
     """The key-value store of all processes; None with one process."""
+    waits: Waiting | None = None
+    staged: bool = False
+    """Rows go through host memory: a GPU is shared by several processes, which NCCL does not do."""
 
     @property
     def size(self) -> int:
@@ -54,23 +59,59 @@ class World:
         return self.rank == 0
 
     def name(self, rank: int | None = None) -> str:
-        rank = self.rank if rank is None else rank
-        if rank < self.drafters:
-            return f"{'process' if self.targets == 0 else 'drafter'} {rank} (rank {rank})"
-        return f"target {rank - self.drafters} (rank {rank})"
+        return role_name(self.rank if rank is None else rank, self.targets, self.drafters)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around every call that ends only when another process does something: at most `timeout` seconds."""
+        return self.waits.on(what) if self.waits else nullcontext()
 
     # ---- all processes, through the store
 
     def publish(self, key: str, value: Any) -> None:
         if self.store is not None:
-            self.store.set(key, json.dumps(value))
+            with self.waiting(f"the store of {self.name(0)}"):
+                self.store.set(key, json.dumps(value))
 
     def read(self, key: str, who: int = 0) -> Any:
-        """Wait for a published value.  Raises RuntimeError naming the rank that did not publish it in time."""
-        try:
+        """Wait for a published value.  Raises PeerError if `who` did not publish it in time."""
+        with self.waiting(f"{self.name(who)} to say {key!r}"):
             return json.loads(self.store.get(key))
-        except (RuntimeError, dist.DistError) as error:
-            raise RuntimeError(f"{self.name(who)} did not say {key!r} within {self.timeout:g} s") from error
+
+    def gather(self, key: str, value: Any, ranks: Sequence[int]) -> list[Any]:
+        """Every rank's JSON-able value, on each of them."""
+        self.publish(f"{key}/{self.rank}", value)
+        return [value if r == self.rank else self.read(f"{key}/{r}", r) for r in ranks]
+
+    @contextmanager
+    def together(self, stage: str) -> Iterator[None]:
+        """What one process refuses inside, all refuse.  Raises InputError on every process; it names those that have a
+        problem, unless all do."""
+        problem = ""
+        try:
+            yield
+        except InputError as error:
+            problem = str(error)
+            if self.store is None:
+                raise
+        except (MemoryError, RuntimeError) as error:
+            problem = out_of_memory(error)
+            if not problem or self.store is None:
+                raise
+        if self.store is not None:
+            problems = self.gather(f"refuses/{stage}", problem, range(self.size))
+            lines = [f"{self.name(r)}: {text}" for r, text in enumerate(problems) if text]
+            if lines:
+                self.leave(range(self.size))
+                raise refusal(problems[0] if all(problems) else "; ".join(lines))
+
+    def leave(self, ranks: Sequence[int]) -> None:
+        """Rank 0, which keeps the store, stays until the others have read what is in it."""
+        self.gather("leaves", True, ranks if self.first else [self.rank])
+
+    def stop(self) -> None:
+        """Tell the targets that the drafters have stopped.  They also notice when the store is gone."""
+        if self.waits:
+            self.waits.say("stopped", str(self.rank))
 
     def from_first(self, key: str, value: Any) -> Any:
         """Rank 0's JSON-able value, on every process."""
@@ -95,13 +136,15 @@ class World:
         if self.host_group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.host_group)
+        with self.waiting("the sums of all drafters"):
+            dist.all_reduce(tensor, group=self.host_group)
         return tensor.tolist()
 
     def sum_device(self, tensor: Tensor) -> Tensor:
         """Sums over the drafters, in place."""
         if self.device_group is not None:
-            dist.all_reduce(tensor, group=self.device_group)
+            with self.waiting("the sums of all drafters"):
+                dist.all_reduce(tensor, group=self.device_group)
         return tensor
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -111,15 +154,12 @@ class World:
             return
         for piece in _pieces(parameters):
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in piece])
-            dist.all_reduce(flat, group=self.device_group)
+            with self.waiting("the gradients of all drafters"):
+                dist.all_reduce(flat, group=self.device_group)
             at = 0
             for p in piece:
                 p.grad = flat[at : at + p.numel()].view_as(p)
                 at += p.numel()
-
-    def barrier(self) -> None:
-        if self.host_group is not None:
-            dist.barrier(group=self.host_group)
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
@@ -135,45 +175,134 @@ def _pieces(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.
         yield piece
 
 
+def role_name(rank: int, targets: int, drafters: int) -> str:
+    if rank < drafters:
+        return f"{'drafter' if targets else 'process'} {rank} (rank {rank})"
+    return f"target {rank - drafters} (rank {rank})"
+
+
+def refusal(text: str) -> InputError:
+    """For bad input that all processes have found: one of each machine says it."""
+    return InputError(text) if env.local_rank()[0] == 0 else SaidElsewhere(text)
+
+
 @contextmanager
 def world(placement: PlacementConfig, device_type: str) -> Iterator[World]:
     """Join the other processes; leave at the end.
 
     Raises InputError if the number of processes is not what the placement says, or if they do not all arrive in
-    `placement.timeout_seconds`.
+    `placement.timeout_seconds`; RunError if they are lost while they meet, or if memory runs out.
     """
     rank, size = env.world()
     n, m = placement.drafters, placement.targets
     if size != n + m:
         what = f"{m} targets + {n} drafters" if m else f"{n} processes"
-        raise InputError(f"placement asks for {what}, {size} were started (WORLD_SIZE): make the two agree")
+        raise refusal(f"placement asks for {what}, {size} were started (WORLD_SIZE): make the two agree")
     role = "both" if m == 0 else ("drafter" if rank < n else "target")
-    index = rank if rank < n else rank - n
-    if size == 1:
-        yield World(timeout=placement.timeout_seconds)
-        return
-    gpu = device_type == "cuda"
-    timeout = datetime.timedelta(seconds=placement.timeout_seconds)
+    alone = World(rank, m, n, role, rank if rank < n else rank - n, placement.timeout_seconds)
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timeout)
-    except (RuntimeError, ValueError, dist.DistError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise InputError(
-            f"rank {rank} of {size} could not join the others at {where} within {placement.timeout_seconds:g} s "
-            f"({str(error).splitlines()[0][:200]}): is the port in use, did every rank start?"
-        ) from error
+        if size == 1:
+            yield alone
+            return
+        joined = _join(alone, gpu=device_type == "cuda")
+        yield joined
+    except (MemoryError, RuntimeError) as error:
+        problem = out_of_memory(error)
+        if not problem or isinstance(error, RunError):
+            raise
+        raise RunError(f"{alone.name()}: {problem}") from error
+    # only at a good end: in any other case peers may be gone, and the process is about to end anyway
+    if joined.waits:
+        joined.waits.finish()
+    dist.destroy_process_group()
+
+
+def out_of_memory(error: Exception) -> str:
+    """What to say of an allocation that failed; "" for any other error."""
+    said = ("allocate memory", "out of memory", "can't start new thread")
+    if not isinstance(error, MemoryError) and not any(text in str(error) for text in said):
+        return ""
+    first = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return f"out of memory ({first[:200]}): lower train.row_tokens, train.anchors or placement.run_ahead"
+
+
+def _join(alone: World, *, gpu: bool) -> World:
+    """Meet at the store, then make the groups."""
+    nccl = gpu and not env.gpu_is_shared()
+    store = _meet(alone)
+    names = [alone.name(rank) for rank in range(alone.size)]
+    timeout = datetime.timedelta(seconds=alone.timeout)
+    later = timeout + datetime.timedelta(seconds=60)  # where Waiting comes first: it says who
+    host = device = None
+    n, inside = alone.drafters, alone.role != "target"
     try:
-        host = device = None
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo", store=dist.PrefixStore("torch", store), rank=alone.rank,
+            world_size=alone.size, timeout=later,
+        )  # fmt: skip
         if n > 1:  # every process must take part in making a group, also those that are not in it
             host = dist.new_group(list(range(n)), backend="gloo", timeout=timeout)
-            device = dist.new_group(list(range(n)), backend="nccl" if gpu else "gloo", timeout=timeout)
-        inside = role != "target"
-        yield World(
-            rank, m, n, role, index, placement.timeout_seconds, host if inside else None, device if inside else None,
-            dist.distributed_c10d._get_default_store(),
+            device = dist.new_group(
+                list(range(n)), backend="nccl" if nccl else "gloo", timeout=later if nccl else timeout
+            )
+        if nccl:  # NCCL connects all ranks of a group in its first call, which must be one that all of them make
+            dist.all_reduce(torch.zeros(1, device="cuda"))
+            if n > 1 and inside:
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=device)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(
+            f"{alone.name()} met the others but could not connect to them ({str(error).splitlines()[0][:200]}): do the "
+            f"machines reach each other on every port (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)?"
+        ) from error
+    return dataclasses.replace(
+        alone, host_group=host if inside else None, device_group=device if inside else None, store=store,
+        waits=Waiting(store, alone.rank, names, alone.timeout), staged=gpu and not nccl,
+    )  # fmt: skip
+
+
+def _meet(alone: World) -> Any:
+    """The store of all processes, once all have arrived.  Raises InputError that names those that have not."""
+    host, port, kept = env.meeting_place()
+    where, me, rank, seconds = f"{host}:{port}", alone.name(), alone.rank, alone.timeout
+
+    def reach() -> tuple[Any, int]:
+        tcp = dist.TCPStore(
+            host, port, is_master=rank == 0 and not kept, timeout=datetime.timedelta(seconds=seconds),
+            wait_for_workers=False,
         )  # fmt: skip
-    finally:
-        dist.destroy_process_group()
+        store = dist.PrefixStore("draftsmith", tcp)
+        return store, store.add(f"here/{rank}", 1)
+
+    try:
+        store, times = within(seconds + MOMENT, reach)  # another program may listen there and never answer
+    except (RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        if "EADDRINUSE" in text:
+            raise InputError(f"{me} cannot listen at {where}: the port is in use, set MASTER_PORT") from error
+        raise RunError(
+            f"{me} found no run at {where} within {seconds:g} s: did {alone.name(0)} start there (MASTER_ADDR, "
+            f"MASTER_PORT), and is the port not another program's? ({text[:120]})"
+        ) from error
+    if times > 1:
+        raise InputError(f"{me} has already arrived at {where}: another run uses the port, set MASTER_PORT")
+    if rank == 0:
+        deadline = time.monotonic() + seconds
+        while missing := [r for r in range(alone.size) if not store.check([f"here/{r}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        store.set("missing", json.dumps(missing))
+    else:
+        try:
+            missing = json.loads(store.get("missing"))
+        except RuntimeError as error:
+            raise RunError(f"{me} arrived at {where}, but {alone.name(0)} did not say who else has") from error
+    if missing:
+        if rank == 0:
+            time.sleep(MOMENT)  # the others read it too
+        names = ", ".join(alone.name(r) for r in missing)
+        raise refusal(f"not all have arrived at {where} within {seconds:g} s: {names} missing")
+    return store
 
 
 def agree(world: World, facts: dict[str, Any]) -> None:
@@ -190,5 +319,6 @@ def agree(world: World, facts: dict[str, Any]) -> None:
                     differences.append(f"{key}: {world.name(rank)} has {theirs.get(key)!r}, rank 0 {facts.get(key)!r}")
     differences = world.from_first("differences", differences)
     if differences:
+        world.leave(range(world.size))
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
-        raise InputError(f"the processes do not run the same thing: {shown}")
+        raise refusal(f"the processes do not run the same thing: {shown}")

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil, isfinite
@@ -52,6 +52,7 @@ from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
 from draftsmith.train.floor import Interval
+from draftsmith.train.memory import check_rows_fit
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.roles import Clock, KnownRows, serve, who_waits, with_anchors
 from draftsmith.train.schedule import rows_of_drafter
@@ -163,7 +164,22 @@ def train(
     recorder = Recorder("train", config.model_dump(mode="json"))
     with join(config.placement, pick_device(config.device).type) as world:
         agree(world, identity(config))
-        plan = prepare(config, target, world)
+        with world.together("prepare"):
+            plan = prepare(config, target, world)
+            rows = plan.steps * config.train.rows_per_step
+            check_rows_fit(world, config.placement.run_ahead, rows, row_bytes(config, plan), plan.target.device)
+        source_checkpoint: Path | None = None
+        passed_over: list[str] = []
+        with world.together("start"):
+            if world.role != "target":
+                if resume is not None:
+                    source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
+                check_files(config, plan, source_checkpoint)
+        with world.together("folder"):
+            if world.first:
+                check(config.tracking.wanted)
+                run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
+                write_text(run.config, config.dump())
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
             compiler = make_compiler(config, plan, world, lambda message: None, recorder)
@@ -178,15 +194,6 @@ def train(
             if not all_taken:  # rows that nobody will take are under way; their threads cannot be ended otherwise
                 os._exit(0)
             return served
-        source_checkpoint: Path | None = None
-        passed_over: list[str] = []
-        if resume is not None:
-            source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
-        check_files(config, plan, source_checkpoint)
-        if world.first:
-            check(config.tracking.wanted)
-            run = run or rundir.create(config.runs_dir, config.name, new_attempt=new_attempt or resume is not None)
-            write_text(run.config, config.dump())
         run = RunDir(Path(world.from_first("run", str(run.path) if run else "")))
         sinks = open_sinks(config.tracking.wanted if world.first else (), run, config.model_dump(mode="json"))
         with recorder.recording(run), closing(Tracker(run, quiet=not world.first, sinks=sinks)) as tracker:
@@ -195,7 +202,7 @@ def train(
             try:
                 _run(config, plan, run, tracker, recorder, source_checkpoint, world)
             finally:
-                world.publish("stopped", world.rank)
+                world.stop()
     return run
 
 
@@ -207,6 +214,12 @@ def make_compiler(
         return None
     parts = compiling.parts(config, plan.spec, plan.target)
     return compiling.Compiler(config, world, parts, plan.target.device, say, recorder.fell_back)
+
+
+def row_bytes(config: Config, plan: Plan) -> int:
+    """Of the features of one row."""
+    values = config.train.row_tokens * len(plan.spec.feature_layers) * plan.spec.hidden_size
+    return values * plan.feature_dtype.itemsize
 
 
 def find_start(config: Config, plan: Plan, resume: str, new_attempt: bool) -> tuple[Path | None, list[str]]:
@@ -415,14 +428,19 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
     """Read the steps since the last log point back from the device, over all drafters, and write a line for each.
     Returns where the time went, and the note for the progress line.
 
-    Raises FloatingPointError naming the step and the row if features, loss or gradient are not finite.
+    Raises FloatingPointError, on all drafters, naming step and row if features, loss or gradient are not finite.
     """
-    for sums in waiting:
-        for (epoch, index), good in zip(sums.rows, sums.finite.tolist(), strict=True):
-            if not good:
-                raise FloatingPointError(
-                    f"step {sums.step + 1}: features of epoch {epoch}, row {index} hold NaN or Inf"
-                )
+    with world.waiting("the device to finish its steps"):
+        found = not_finite(waiting)
+    if any(world.sum_host([float(found is not None)])):
+        told = [found]
+        if world.store is not None:
+            told = world.gather("not finite", found, range(world.drafters))
+            world.leave(range(world.drafters))
+        first = min(step for step, _ in filter(None, told))  # what follows has it from there
+        raise FloatingPointError(
+            "; ".join(f"step {first}: {text}" for step, text in filter(None, told) if step == first)
+        )
     values = torch.stack([torch.cat([s.weighted[None], s.ce_B, s.correct_B, s.count_B]) for s in waiting])
     values_device = values.device
     values = world.sum_device(values).cpu()
@@ -454,6 +472,18 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
     )  # fmt: skip
     note = f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s"
     return interval, f"{note}  {who_waits(parts, waits)}"
+
+
+def not_finite(waiting: Sequence[StepSums]) -> tuple[int, str] | None:
+    """The first step and row of this process's own whose features or loss are not finite."""
+    for sums in waiting:
+        flags = zip(sums.rows, sums.finite.tolist(), sums.finite_loss.tolist(), strict=True)
+        for (epoch, index), features, loss in flags:
+            if not features:
+                return sums.step + 1, f"features of epoch {epoch}, row {index} hold NaN or Inf"
+            if not loss:
+                return sums.step + 1, f"the loss of epoch {epoch}, row {index} is NaN or Inf"
+    return None
 
 
 def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:

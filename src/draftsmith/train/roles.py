@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.data.loader import Loader
 from draftsmith.records import PackedRow
-from draftsmith.target.features import FeatureSource
+from draftsmith.target.features import FeatureSource, TimedFeatures
 from draftsmith.target.model import FeatureExtractor
 from draftsmith.train.dist import World
 from draftsmith.train.floor import PAUSES
@@ -48,10 +48,11 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the drafters decide when to stop, and say so
     if world.index == 0:
-        send_heldout([extract.row(row) for row in heldout_rows if row.anchor_count])
+        send_heldout(world, [extract.row(row) for row in heldout_rows if row.anchor_count])
     rows = rows_of_target(begin["first"], begin["last"], world.targets, world.index)
     try:
-        serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), extract.row)
+        timed = TimedFeatures(extract, extract.target.device)
+        serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), timed)
     except Stopped:
         return False
     return True
@@ -63,36 +64,6 @@ def with_anchors(loader: Loader, rows: Iterator[int]) -> Iterator[tuple[int, Pac
         row = loader.row(g)
         if row.anchor_count:
             yield g, row
-
-
-class TimedFeatures:
-    """A FeatureSource that knows how long its rows took.  Our own target on a GPU is timed by events, since the host
-    only queues its work."""
-
-    def __init__(self, source: FeatureSource, device: torch.device) -> None:
-        self.source = source
-        self.by_events = device.type == "cuda" and isinstance(source, FeatureExtractor)
-        self.events: list[tuple[Any, Any]] = []
-        self.seconds = 0.0
-
-    def row(self, row: PackedRow) -> Tensor:
-        if not self.by_events:
-            begin = time.monotonic()
-            found = self.source.row(row)
-            self.seconds += time.monotonic() - begin
-            return found
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        found = self.source.row(row)
-        done.record()
-        self.events.append((begun, done))
-        return found
-
-    def take(self) -> float:
-        """Seconds since the last call.  On a GPU only after its work has been waited for."""
-        seconds = self.seconds + sum(begun.elapsed_time(done) for begun, done in self.events) / 1e3
-        self.seconds, self.events = 0.0, []
-        return seconds
 
 
 class Clock:

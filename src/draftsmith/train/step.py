@@ -48,6 +48,7 @@ class StepSums:
     count_B: Tensor
     grad_norm: Tensor
     finite: Tensor  # bool [rows]: features hold neither NaN nor Inf
+    finite_loss: Tensor  # bool [rows]
     tokens: int
     anchors: int
     rate: float
@@ -144,14 +145,17 @@ class RowStep:
         blocks = [self.blocks(row) for row in rows]
         total, used = self.world.sum_host([sum(self.denominator(b) for b in blocks), sum(b.anchors for b in blocks)])
         sums: list[LossSums] = []
-        finite = []
+        finite, finite_loss = [], []
+        fine = torch.ones((), dtype=torch.bool, device=self.device)
         for row, batch in zip(rows, blocks, strict=True):
             if batch.anchors == 0:  # trains nothing
-                finite.append(torch.ones((), dtype=torch.bool, device=self.device))
+                finite.append(fine)
+                finite_loss.append(fine)
                 continue
             features = self.source.row(row)
             finite.append(torch.isfinite(features).all())
             one = self.run(row, batch, features)
+            finite_loss.append(torch.isfinite(one.weighted.detach()))
             (one.weighted / total).backward()
             sums.append(one)
             if len(rows) > 1 or self.world.drafters > 1:
@@ -168,6 +172,7 @@ class RowStep:
             count_B=sum((s.count_B for s in sums), zero),
             grad_norm=norm.detach(),
             finite=torch.stack(finite),
+            finite_loss=torch.stack(finite_loss),
             tokens=sum(r.starts[-1] for r in rows),
             anchors=sum(b.anchors for b in blocks),
             rate=rate,
@@ -209,9 +214,12 @@ class RowStep:
                 one = self.run(row, blocks, source.row(row))
             total += self.denominator(blocks)
             weighted += float(one.weighted.detach())
+            if not math.isfinite(weighted):
+                raise FloatingPointError(
+                    f"the held-out loss of epoch {row.epoch}, row {row.index} is NaN or Inf: check the target's "
+                    f"features and the drafter"
+                )
             ce, correct, count = ce + one.ce_B, correct + one.correct_B, count + one.count_B
-        if not math.isfinite(weighted):
-            raise FloatingPointError(f"the held-out loss is {weighted}: check the target's features and the drafter")
         return {"loss": weighted / max(total, 1e-12), **by_slot(ce, correct, count)}
 
 

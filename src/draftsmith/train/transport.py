@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftsmith.records import PackedRow
+from draftsmith.target.features import TimedFeatures
 from draftsmith.train.dist import World
 from draftsmith.train.schedule import drafter_of, target_of
 
@@ -27,10 +28,6 @@ TAGS = 2**30
 """Tags of training rows are below, those of held-out rows from here on."""
 LOOK = 0.2
 """Seconds between two looks at whether the drafters have stopped."""
-
-
-class PeerTimeout(RuntimeError):
-    """A peer did not take or give a row in time; the message names its role and rank."""
 
 
 class Stopped(Exception):
@@ -58,26 +55,28 @@ class Times:
         self.compute, self.wait, self.rows, self.since = 0.0, 0.0, 0, time.monotonic()
 
 
-def wait_for(work: Any, seconds: float, who: str, stopped: Callable[[], bool] | None = None) -> None:
-    """Wait for a transfer.  Raises PeerTimeout naming `who`; Stopped when `stopped()` says so meanwhile."""
+def wait_for(work: Any, world: World, what: str, *, stoppable: bool = False) -> None:
+    """Wait for a transfer.  Raises PeerError if the peer is lost or too late; with `stoppable` Stopped if the drafters
+    have stopped meanwhile."""
     begin = looked = time.monotonic()
     pause = 1e-5
-    while not work.is_completed():
-        now = time.monotonic()
-        if now - begin > seconds:
-            raise PeerTimeout(f"{who}: no answer for {seconds:g} s")
-        if stopped is not None and now - looked > LOOK:
-            looked = now
-            if stopped():
-                raise Stopped
-        time.sleep(pause)
-        pause = min(pause * 2, 2e-3)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        if stopped is not None and stopped():
-            raise Stopped from error
-        raise RuntimeError(f"{who}: lost ({str(error).splitlines()[0][:160]})") from error
+    with world.waiting(what):
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begin > world.timeout:
+                raise RuntimeError("no answer")
+            if stoppable and now - looked > LOOK:
+                looked = now
+                if world.said("stopped"):
+                    raise Stopped
+            time.sleep(pause)
+            pause = min(pause * 2, 2e-3)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if stoppable and world.said("stopped"):
+                raise Stopped from error
+            raise
 
 
 class SendRows:
@@ -92,7 +91,7 @@ class SendRows:
         """Hand over row g; waits while `run_ahead` rows are under way."""
         self.drain(self.run_ahead - 1)
         rank = drafter_of(g, self.world.drafters)
-        buffer = features_TK.contiguous()
+        buffer = features_TK.cpu() if self.world.staged else features_TK.contiguous()
         self.flying.append((_start(dist.isend, buffer, rank, g % TAGS), buffer, g))
         self.times.rows += 1
 
@@ -100,8 +99,8 @@ class SendRows:
         begin = time.monotonic()
         while len(self.flying) > keep:
             work, _, g = self.flying.popleft()
-            who = f"{self.world.name(drafter_of(g, self.world.drafters))} takes row {g}"
-            wait_for(work, self.world.timeout, who, lambda: self.world.said("stopped"))
+            taker = self.world.name(drafter_of(g, self.world.drafters))
+            wait_for(work, self.world, f"{taker} to take row {g}", stoppable=True)
         self.times.wait += time.monotonic() - begin
 
 
@@ -124,16 +123,17 @@ class ReceiveRows:
         g = next(self.rows, None)
         if g is None:
             return
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        on = torch.device("cpu") if self.world.staged else self.device
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=on)
         rank = self.world.drafters + target_of(g, self.world.targets)
         self.flying.append((_start(dist.irecv, buffer, rank, g % TAGS), buffer, g))
 
     def row(self, row: PackedRow) -> Tensor:
         work, buffer, g = self.flying.popleft()
-        who = f"{self.world.name(self.world.drafters + target_of(g, self.world.targets))} gives row {g}"
-        wait_for(work, self.world.timeout, who)
+        giver = self.world.name(self.world.drafters + target_of(g, self.world.targets))
+        wait_for(work, self.world, f"{giver} to give row {g}")
         self._ask()
-        return buffer
+        return buffer.to(self.device)
 
 
 def _start(operation: Any, buffer: Tensor, rank: int, tag: int) -> Any:
@@ -166,10 +166,11 @@ class WaitedFor:
             raise self.failure
 
 
-def send_heldout(features: Sequence[Tensor]) -> None:
+def send_heldout(world: World, features: Sequence[Tensor]) -> None:
     """Target 0 to drafter 0, before the first row."""
     for i, one in enumerate(features):
-        _start(dist.isend, one.contiguous(), 0, TAGS + i).wait()
+        work = _start(dist.isend, one.cpu() if world.staged else one.contiguous(), 0, TAGS + i)
+        wait_for(work, world, f"{world.name(0)} to take held-out row {i}")
 
 
 def receive_heldout(
@@ -177,22 +178,20 @@ def receive_heldout(
 ) -> list[Tensor]:
     out = []
     for i in range(count):
-        buffer = torch.empty(shape, dtype=dtype, device=device)
+        buffer = torch.empty(shape, dtype=dtype, device=torch.device("cpu") if world.staged else device)
         work = _start(dist.irecv, buffer, world.drafters, TAGS + i)
-        wait_for(work, world.timeout, f"{world.name(world.drafters)} gives held-out row {i}")
+        wait_for(work, world, f"{world.name(world.drafters)} to give held-out row {i}")
         out.append(buffer.cpu())
     return out
 
 
-def serve_rows(
-    sender: SendRows, rows: Iterator[tuple[int, PackedRow]], features: Callable[[PackedRow], Tensor]
-) -> None:
+def serve_rows(sender: SendRows, rows: Iterator[tuple[int, PackedRow]], source: TimedFeatures) -> None:
     """Compute rows in order and hand them over, until all are taken.  Raises Stopped when the drafters stop before."""
     world, times = sender.world, sender.times
     for g, row in rows:
-        begin = time.monotonic()
-        made = features(row)
-        times.compute += time.monotonic() - begin
-        sender.send(g, made)
+        sender.send(g, source.row(row))
+        times.compute += source.take(finished=True)
+        if source.by_events:  # the host waits for the GPU too
+            times.wait = max(0.0, time.monotonic() - times.since - times.compute)
         world.publish(f"times/{world.rank}", times.summary())
     sender.drain(0)
