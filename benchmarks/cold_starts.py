@@ -24,7 +24,7 @@ from _common import write_result
 PROCESSES = 3
 SHAPES = {
     "cpu": ["--geometry", "tiny", "--row-tokens", "256", "--anchors", "16", "--block-size", "8", "--layers", "1"],
-    "cuda": ["--geometry", "small", "--row-tokens", "1024", "--anchors", "64", "--layers", "2"],
+    "cuda": ["--geometry", "small", "--row-tokens", "1024", "--anchors", "64", "--layers", "1"],
 }
 
 
