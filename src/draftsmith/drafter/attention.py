@@ -129,7 +129,6 @@ def interval_block_mask(
     Costs O(Q * S / TILE) additions; the rule itself is never evaluated on Q x S elements.  Without own intervals there
     are context keys only (the target's packed documents).
     """
-    tiles = one_graph(_tiles) if lo_Q.is_cuda else _tiles
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if own_lo_Q is None or own_hi_Q is None:
@@ -139,10 +138,11 @@ def interval_block_mask(
 
     what = ("num_blocks", "indices")
     names = [f"{full}{side}_{w}" for full in ("", "full_") for side in ("kv", "q") for w in what]
+    lists: dict[str, Any] = dict(zip(names, _tiles(lo_Q, hi_Q, own_lo_Q, own_hi_Q, context), strict=True))
     queries, keys = len(lo_Q), context + (0 if own_lo_Q is None else len(lo_Q))
     return BlockMask(
         seq_lengths=(queries, keys),
-        **dict(zip(names, tiles(lo_Q, hi_Q, own_lo_Q, own_hi_Q, context), strict=True)),
+        **lists,
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
     )
@@ -168,10 +168,14 @@ def _tiles(
     some, full = (seen > 0).any(1), (seen == TILE).all(1)
 
     def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        # contiguous: sorting a transposed tensor can give a transposed result, whose rows the backward kernel would
-        # read with the wrong stride (gradients of keys and values off by half, and no error)
-        order = torch.argsort(tiles.to(torch.int32).contiguous(), dim=-1, descending=True, stable=True).to(torch.int32)
-        return tiles.sum(-1).to(torch.int32)[None, None], order.contiguous()[None, None]
+        # made contiguous: the backward kernel would read the rows of a transposed list with the wrong stride (gradients
+        # of keys and values off by half, and no error)
+        tiles = tiles.contiguous()
+        count = tiles.sum(-1, keepdim=True)
+        place = torch.where(tiles, tiles.cumsum(-1), count + (~tiles).cumsum(-1)) - 1
+        numbers = torch.arange(tiles.shape[-1], device=tiles.device, dtype=torch.int32).expand_as(place)
+        order = torch.empty_like(place, dtype=torch.int32).scatter_(-1, place, numbers)
+        return count[:, 0].to(torch.int32)[None, None], order[None, None]
 
     partial = some & ~full
     return (*listed(partial), *listed(partial.T), *listed(full), *listed(full.T))

@@ -67,8 +67,13 @@ def drafter_loss(
 
 
 def default_chunk_rows(anchors: int, block_size: int, compiled: bool) -> int:
-    """Rows of logits at a time: large products where a GPU does them, little memory elsewhere."""
-    return min(anchors * (block_size - 1), 2048 if compiled else 512)
+    """Rows of logits at a time: large products where a GPU does them, little memory elsewhere.  Compiled chunks are
+    always full, so a row whose slots all count is cut into equal ones."""
+    trained = anchors * (block_size - 1)
+    if not compiled:
+        return min(trained, 512)
+    chunks = -(-trained // 2048)
+    return -(-trained // chunks)
 
 
 def dpace_weights(ce_AB: Tensor, counts_AB: Tensor, alpha: float) -> Tensor:
