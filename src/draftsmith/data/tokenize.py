@@ -38,6 +38,7 @@ PROBE = [
     {"role": "user", "content": "What is 2 + 2?\nAnswer in one word."},
     {"role": "assistant", "content": "Four — 4."},
 ]
+DATE = "1 January 2025"
 WHAT = "conversations (run `draftsmith generate` first)"
 
 
@@ -210,11 +211,12 @@ def recipe_of(config: Config, tokenizer: Any) -> Recipe:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """sha256 over a fixed conversation's rendering and its ids: changes with the template and with the vocabulary.
-    A template that prints the date is given a fixed one."""
-    text = ChatTemplate.of(tokenizer).render(PROBE, now="1 January 2025")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([text, ids, len(tokenizer)]).encode()).hexdigest()
+    """sha256 over the renderings of a fixed conversation and of a prompt, and their ids: changes with the template, its
+    generation prompt and the vocabulary.  A template that prints the date is given a fixed one."""
+    template = ChatTemplate.of(tokenizer)
+    texts = [template.render(PROBE, now=DATE), template.render(PROBE[:1], generation_prompt=True, now=DATE)]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return hashlib.sha256(json.dumps([texts, ids, len(tokenizer)]).encode()).hexdigest()
 
 
 def _same(config: Config, base: StoreManifest, tokenizer: str, settings: dict[str, Any]) -> None:
