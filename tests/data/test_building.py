@@ -265,25 +265,31 @@ FULL = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from draftsmith.cli import main
-import draftsmith.target.model
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-sys.exit(main(["tokenize", sys.argv[1]]))
+from transformers import AutoTokenizer  # now: it imports what looks for a place to write in
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("size", [0, 100, 20_000])
-def test_a_full_disk_is_an_error_and_no_store(tmp_path, size):
+@pytest.mark.parametrize(("command", "size"), [("tokenize", 0), ("tokenize", 20_000), ("data append", 100)])
+def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path, command, size):
     """A file size limit, which fails as a full disk does: in the middle of a write."""
-    config = place(tmp_path, some(0, 400))
+    config, again = place(tmp_path, some(0, 400)), tokenize
+    if command != "tokenize":
+        tokenize(config)
+        write_lines(config, some(0, 600))
+        again = append
+    before, held = listing(config.data), shards(config)
     (tmp_path / "c.yaml").write_text(config.dump())
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path / "c.yaml"), str(size)], capture_output=True, text=True
-    )
+        [sys.executable, "-c", FULL, str(size), *command.split(), str(tmp_path / "c.yaml")],
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and "make room, then run the same command again" in done.stderr
-    assert listing(config.data) == ["conversations.jsonl"]
-    tokenize(config)
-    assert len(Store(config.store)) == 400
+    assert listing(config.data) == before and shards(config) == held
+    again(config)
+    assert len(Store(config.store)) == (400 if command == "tokenize" else 600) and verify(config.store) == []
 
 
 # ---- two writers

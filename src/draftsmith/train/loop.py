@@ -111,7 +111,10 @@ def prepare(
     load = load_borrowed if world.role == "drafter" else load_target
     target = target or load(config.target, config.device)
     if store.manifest.tokenizer != fingerprint(target.tokenizer):
-        raise InputError(f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s")
+        raise InputError(
+            f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s: set "
+            f"target.model to the one that it was made with, or data_dir to a new folder and tokenize again"
+        )
     spec = drafter_spec(config.drafter, target)
     loader = make_loader(config, store, heldout=False)
     notes = [f"{loader.left_out} training documents without an anchor left out"] if loader.left_out else []
