@@ -93,6 +93,26 @@ def test_duplicates_are_found_within_and_across_sources(tmp_path, many_shards):
     write_lines(config, some(55, 70))  # another file under the old name
     third = append(config)
     assert third.generation == 3 and third.counts["kept"] == 70 and len(third.sources) == 3
+    assert append(config).counts == third.counts, "known by its hash, whichever of the two files it was"
+
+
+def test_sources_are_known_by_their_content(tmp_path, capsys):
+    config = place(tmp_path, some(0, 10))
+    tokenize(config)
+    files = [tmp_path / "a" / "part.jsonl", tmp_path / "b" / "part.jsonl", tmp_path / "list.json"]
+    for n, file in enumerate(files, 1):
+        file.parent.mkdir(exist_ok=True)
+        lines = [json.dumps(x) for x in some(10 * n, 10 * n + 10)]
+        file.write_text(f"[{','.join(lines)}]" if file.suffix == ".json" else "\n".join(lines) + "\n")
+    second = append(config, files)
+    assert list(second.sources) == ["conversations.jsonl", "part.jsonl", "part.jsonl (2)", "list.json"]
+    capsys.readouterr()
+    assert append(config, files[::-1]).counts == second.counts
+    out = capsys.readouterr().out
+    assert "list.json: unchanged, in the store already" in out and out.count("bytes are in the store already") == 2
+    files[2].write_text(json.dumps(some(30, 45)))
+    third = append(config, files)
+    assert third.counts["read"] - second.counts["read"] == 15 and third.counts["kept"] == 45
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -9,6 +9,7 @@ by its length and hash, so that a file that has only grown is read on from there
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +40,8 @@ PROBE = [
     {"role": "assistant", "content": "Four — 4."},
 ]
 DATE = "1 January 2025"
+UNCHANGED = 1 << 62
+"""Position of a JSON list or Parquet file that has been read before and is as it was."""
 WHAT = "conversations (run `draftsmith generate` first)"
 
 
@@ -106,6 +109,9 @@ class _Run:
         if number >= len(self.sources):
             self.sources.append(known)
         skipped = known.position
+        if skipped == UNCHANGED:
+            print(f"{file}: unchanged, in the store already")
+            return
         if skipped and self.base is not None and number >= self.done:
             print(f"{file}: its first {skipped} {'bytes' if lines else 'entries'} are in the store already")
             progress.advance((known.size if lines else 0) >> 10)
@@ -125,16 +131,14 @@ class _Run:
 
     def _before(self, file: Path, lines: bool) -> Source:
         """What the generations before have read of this file: its beginning, if it has only grown."""
-        read = (self.base.source_bytes if self.base else {}).get(file.name, 0)
-        if not read or self.base is None:
-            return Source(file.name)
-        whole = file.stat().st_size
-        if read <= whole and HashedPrefix(file, read).digest() == self.base.sources[file.name]:
-            if lines:
-                return Source(file.name, read, read, self.base.sources[file.name])
-            if read == whole:
-                return Source(file.name, 1 << 62, read, self.base.sources[file.name])
-        return Source(f"{file.name} (of generation {self.base.generation + 1})")
+        sources, sizes = (self.base.sources, self.base.source_bytes) if self.base else ({}, {})
+        for name in reversed([n for n in sizes if n == file.name or n.startswith(f"{file.name} (")]):
+            read, whole = sizes[name], file.stat().st_size
+            if (read == whole or (lines and read < whole)) and HashedPrefix(file, read).digest() == sources[name]:
+                return Source(name, read if lines else UNCHANGED, read, sources[name])
+        taken = {*sources, *(s.name for s in self.sources)}
+        names = itertools.chain([file.name], (f"{file.name} ({n})" for n in itertools.count(2)))
+        return Source(next(name for name in names if name not in taken))
 
     def _take(self, made: Made) -> None:
         for line in made.bad:
