@@ -20,7 +20,7 @@ import torch
 from draftsmith import rundir
 from draftsmith.config import Config
 from draftsmith.data.loader import Loader
-from draftsmith.data.store import Document, Store, read_manifest
+from draftsmith.data.store import Document, Store, find_content, read_manifest
 from draftsmith.data.tokenize import fingerprint
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.model import DFlashDrafter
@@ -177,9 +177,9 @@ def train(
         start = checkpoint.Start()
         if resume is not None and world.role != "target":
             start = checkpoint.find_start(config.runs_dir, config.name, resume, new_attempt)
-        # every process opens the generation that rank 0 does, whatever is appended meanwhile
-        newest = read_manifest(config.store).fingerprint if world.first else None
-        plan = prepare(config, target, world, world.from_first("content", start.store or newest))
+        # that which the run began with (another store is refused below), or the newest; everywhere what rank 0 found
+        manifest = find_content(config.store, start.store) or read_manifest(config.store)
+        plan = prepare(config, target, world, world.from_first("content", manifest.fingerprint))
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
             begin = world.read("begin")
