@@ -1,7 +1,7 @@
 """The embedded engine, for when no server is given: transformers' own generation.
 
 static: batch after batch, each as slow as its longest answer.  continuous: a finished answer makes room for the next
-prompt at once; transformers has that for GPUs only.
+prompt at once; used on GPUs, whose memory it sizes its cache by.
 """
 
 from __future__ import annotations
