@@ -236,6 +236,28 @@ def test_interrupted_it_goes_on_and_ends_the_same(tmp_path, many_shards, monkeyp
     assert listing(broken.data) == listing(config.data)
 
 
+def test_a_list_half_read_is_gone_on_with_unless_it_is_another(tmp_path, many_shards, monkeypatch):
+    config = place(tmp_path, some(0, 5))
+    tokenize(config)
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps(some(5, 60)))
+    finish = building.Build.finish_shard
+
+    def stopping(self, sources):
+        finish(self, sources)
+        raise Stop
+
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(building.Build, "finish_shard", stopping)
+        append(config, [file])
+    file.write_text(json.dumps(some(5, 61)))
+    with pytest.raises(InputError, match=r"list\.json is not the file whose tokenization was begun: remove .*growing"):
+        append(config, [file])
+    file.write_text(json.dumps(some(5, 60)))
+    append(config, [file])
+    assert ids(Store(config.store)) == [f"c{i}" for i in range(60)] and verify(config.store) == []
+
+
 def test_killed_in_earnest_it_goes_on(tmp_path):
     """kill -9 of the command: its workers end by themselves, and the next run goes on."""
     config = place(tmp_path, [line(i, [say("user", f"q {i}"), say("assistant", f"a {i} " * 40)]) for i in range(6000)],

@@ -97,14 +97,14 @@ class _Run:
         self.done = len(self.sources)
         self.bytes_left = [f.stat().st_size for f in files]
         for i, source in enumerate(self.sources):
-            self.bytes_left[i] -= source.size
+            self.bytes_left[i] -= source.size if source.sha256 else 0  # without: a list or Parquet file half read
 
     def source(self, number: int, make: Callable[[Iterable[Chunk]], Iterator[Made]], progress: Progress) -> None:
         """Read one file from where it was left to its end."""
         file, lines = self.files[number], is_lines(self.files[number])
         known = self.sources[number] if number < len(self.sources) else self._before(file, lines)
         hashed = HashedPrefix(file, known.size if lines else 0)
-        if known.size and hashed.digest() != known.sha256 and lines:
+        if known.size and (hashed.digest() != known.sha256 if lines else file.stat().st_size != known.size):
             raise InputError(f"{file} is not the file whose tokenization was begun: remove {self.build.work}")
         if number >= len(self.sources):
             self.sources.append(known)
@@ -119,7 +119,7 @@ class _Run:
         for made in make(hashed.over(read_chunks(file, WHAT, known.position), lines)):
             self._take(made)
             done = made.chunk_position if lines else 0
-            size, digest = (done, hashed.at(done)) if lines else (0, "")
+            size, digest = (done, hashed.at(done)) if lines else (file.stat().st_size, "")
             self.sources[number] = Source(known.name, made.chunk_position, size, digest)
             progress.advance((done >> 10) - shown if lines else 0, f"{self.build.counts['kept']} kept")
             shown = done >> 10
