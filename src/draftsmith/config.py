@@ -48,6 +48,9 @@ class GenerateConfig(Section):
     max_new_tokens: int = Field(512, ge=1)
     batch_size: int = Field(16, ge=1)
     """Of the embedded engine: prompts answered together."""
+    engine: Literal["auto", "static", "continuous"] = "auto"
+    """The embedded one. static: whole batches. continuous: transformers' continuous batching, on a GPU. auto:
+    continuous where there is one."""
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int = Field(0, ge=0)

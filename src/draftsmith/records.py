@@ -73,7 +73,7 @@ class StoreManifest:
 
     generation: int
     tokenizer: str
-    """Fingerprint: sha256 of a fixed conversation's rendering and ids."""
+    """Fingerprint: sha256 of the rendering and ids of a fixed conversation and of its generation prompt."""
     eos_token_ids: tuple[int, ...]
     shards: tuple[Shard, ...]
     sources: dict[str, str]

@@ -93,6 +93,26 @@ def test_duplicates_are_found_within_and_across_sources(tmp_path, many_shards):
     write_lines(config, some(55, 70))  # another file under the old name
     third = append(config)
     assert third.generation == 3 and third.counts["kept"] == 70 and len(third.sources) == 3
+    assert append(config).counts == third.counts, "known by its hash, whichever of the two files it was"
+
+
+def test_sources_are_known_by_their_content(tmp_path, capsys):
+    config = place(tmp_path, some(0, 10))
+    tokenize(config)
+    files = [tmp_path / "a" / "part.jsonl", tmp_path / "b" / "part.jsonl", tmp_path / "list.json"]
+    for n, file in enumerate(files, 1):
+        file.parent.mkdir(exist_ok=True)
+        lines = [json.dumps(x) for x in some(10 * n, 10 * n + 10)]
+        file.write_text(f"[{','.join(lines)}]" if file.suffix == ".json" else "\n".join(lines) + "\n")
+    second = append(config, files)
+    assert list(second.sources) == ["conversations.jsonl", "part.jsonl", "part.jsonl (2)", "list.json"]
+    capsys.readouterr()
+    assert append(config, files[::-1]).counts == second.counts
+    out = capsys.readouterr().out
+    assert "list.json: unchanged, in the store already" in out and out.count("bytes are in the store already") == 2
+    files[2].write_text(json.dumps(some(30, 45)))
+    third = append(config, files)
+    assert third.counts["read"] - second.counts["read"] == 15 and third.counts["kept"] == 45
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -216,6 +236,28 @@ def test_interrupted_it_goes_on_and_ends_the_same(tmp_path, many_shards, monkeyp
     assert listing(broken.data) == listing(config.data)
 
 
+def test_a_list_half_read_is_gone_on_with_unless_it_is_another(tmp_path, many_shards, monkeypatch):
+    config = place(tmp_path, some(0, 5))
+    tokenize(config)
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps(some(5, 60)))
+    finish = building.Build.finish_shard
+
+    def stopping(self, sources):
+        finish(self, sources)
+        raise Stop
+
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(building.Build, "finish_shard", stopping)
+        append(config, [file])
+    file.write_text(json.dumps(some(5, 61)))
+    with pytest.raises(InputError, match=r"list\.json is not the file whose tokenization was begun: remove .*growing"):
+        append(config, [file])
+    file.write_text(json.dumps(some(5, 60)))
+    append(config, [file])
+    assert ids(Store(config.store)) == [f"c{i}" for i in range(60)] and verify(config.store) == []
+
+
 def test_killed_in_earnest_it_goes_on(tmp_path):
     """kill -9 of the command: its workers end by themselves, and the next run goes on."""
     config = place(tmp_path, [line(i, [say("user", f"q {i}"), say("assistant", f"a {i} " * 40)]) for i in range(6000)],
@@ -265,25 +307,31 @@ FULL = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from draftsmith.cli import main
-import draftsmith.target.model
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-sys.exit(main(["tokenize", sys.argv[1]]))
+from transformers import AutoTokenizer  # now: it imports what looks for a place to write in
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("size", [0, 100, 20_000])
-def test_a_full_disk_is_an_error_and_no_store(tmp_path, size):
+@pytest.mark.parametrize(("command", "size"), [("tokenize", 0), ("tokenize", 20_000), ("data append", 100)])
+def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path, command, size):
     """A file size limit, which fails as a full disk does: in the middle of a write."""
-    config = place(tmp_path, some(0, 400))
+    config, again = place(tmp_path, some(0, 400)), tokenize
+    if command != "tokenize":
+        tokenize(config)
+        write_lines(config, some(0, 600))
+        again = append
+    before, held = listing(config.data), shards(config)
     (tmp_path / "c.yaml").write_text(config.dump())
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path / "c.yaml"), str(size)], capture_output=True, text=True
-    )
+        [sys.executable, "-c", FULL, str(size), *command.split(), str(tmp_path / "c.yaml")],
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and "make room, then run the same command again" in done.stderr
-    assert listing(config.data) == ["conversations.jsonl"]
-    tokenize(config)
-    assert len(Store(config.store)) == 400
+    assert listing(config.data) == before and shards(config) == held
+    again(config)
+    assert len(Store(config.store)) == (400 if command == "tokenize" else 600) and verify(config.store) == []
 
 
 # ---- two writers

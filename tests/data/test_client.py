@@ -319,7 +319,7 @@ def test_server_and_settings_are_recorded_and_a_change_is_refused(target_folder,
             with pytest.raises(InputError, match=rf"begun with other settings \(.*{said}.*set them back"):
                 generate(config)
             setattr(servers[0], *{"version": ("version", "1.0"), "model": ("model", "m")}[change[0]])
-        with pytest.raises(InputError, match="engine was 'server', is 'embedded'"):
+        with pytest.raises(InputError, match="engine was 'server', is 'static'"):
             generate(make_config(target_folder, tmp_path))
 
 

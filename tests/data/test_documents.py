@@ -203,7 +203,7 @@ def test_a_message_of_ten_megabytes_is_left_out_before_it_is_tokenized(tmp_path)
     }  # fmt: skip
     strict = make_config(tmp_path / "m", tmp_path, *DROP, f"data_dir={tmp_path}/other",
                          f"tokenize.conversations={config.conversations}")  # fmt: skip
-    with pytest.raises(InputError, match=r"a prompt has 10000\d\d\d characters.*tokenize\.long_prompt=drop"):
+    with pytest.raises(InputError, match=r"jsonl:2: the prompt has 10000000 characters.*tokenize\.long_prompt=drop"):
         tokenize(strict)
 
 

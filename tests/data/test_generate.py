@@ -286,3 +286,12 @@ def test_a_bad_line_is_said_once(config, target, capsys):
     more = config.model_copy(update={"generate": config.generate.model_copy(update={"max_bad_lines": 1})})
     assert generate(more, target)["prompts"] == 12
     assert capsys.readouterr().err.count("prompts.jsonl:13: not JSON") == 1
+
+
+def test_static_batches_where_there_is_no_gpu_are_said_and_recorded(config, target, tmp_path, target_folder, capsys):
+    generate(config, target)
+    assert "static batches: continuous batching needs a GPU, the device is cpu" in capsys.readouterr().out
+    assert json.loads((config.data / "conversations.settings.json").read_text())["engine"] == "static"
+    wanted = make_config(target_folder, tmp_path, "generate.engine=continuous")
+    with pytest.raises(InputError, match="engine is continuous, but .* needs a GPU, .*: set generate.engine=static"):
+        generate(wanted, target)

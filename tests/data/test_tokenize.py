@@ -357,6 +357,8 @@ def test_fingerprint_changes_with_template_and_vocabulary(tmp_path):
     assert of("b") == plain
     assert of("c", template=TEMPLATE.replace("'\n'", "'\n\n'")) != plain
     assert of("d", merges=True) != plain
+    asked = TEMPLATE.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>assistant\n<think>\n' }}{% endif")
+    assert asked != TEMPLATE and of("f", template=asked) != plain, "only the generation prompt differs"
     swapped = model_folder(tmp_path / "e")
     content = json.loads((swapped / "tokenizer.json").read_text())
     ids = content["model"]["vocab"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from conftest import make_config, write_conversations
 
 from draftsmith.config import Config
-from draftsmith.data.tokenize import tokenize
+from draftsmith.data.tokenize import append, tokenize
 
 STEPS = 8
 
@@ -96,12 +97,17 @@ def test_another_number_of_drafters_only_reorders_sums(curves):
 
 
 def test_resume_on_another_placement_continues_the_same_curve(target_folder, work, curves):
-    path, config = settings(target_folder, work, "moved")
+    """And on a store that has grown since: every process opens the generation that the run began with."""
+    data = f"data_dir={work}/moved"
+    shutil.copytree(work / "data", work / "moved")
+    path, config = settings(target_folder, work, "moved", data)
     first = start(path)
     wait_for_checkpoint(config)
     first.send_signal(signal.SIGTERM)
     finish(first, 143)
-    path, config = settings(target_folder, work, "moved", *SPLITS["split_2_1"])
+    write_conversations(config.conversations, count=40)
+    assert append(config).generation == 2
+    path, config = settings(target_folder, work, "moved", data, *SPLITS["split_2_1"])
     finish(start(path, "--resume", "auto"))
     assert losses(config) == curves["single"]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from draftsmith.config import Config
 from draftsmith.data.loader import Loader
 from draftsmith.data.store import Store
-from draftsmith.data.tokenize import tokenize
+from draftsmith.data.tokenize import append, tokenize
 from draftsmith.errors import InputError, Interrupted
 from draftsmith.rundir import RunDir, attempts
 from draftsmith.target.model import FeatureExtractor
@@ -207,6 +207,35 @@ def test_resuming_passes_over_a_damaged_checkpoint_and_says_so(whole, tmp_path):
     second = train(config, resume="auto")
     assert "step_00000009 is damaged" in second.log.read_text() and "at step 6" in second.log.read_text()
     assert_same(tensors(uninterrupted, 9), tensors(second, 9))
+
+
+def test_a_resumed_run_stays_with_the_generation_it_began_with(whole, tmp_path):
+    """The store grows between: the same curve, bit for bit; a new run takes the newest generation."""
+    config, uninterrupted = whole
+    shutil.copytree(config.data, tmp_path / "data")
+    config = again(config, tmp_path, *RESUMED, f"data_dir={tmp_path}/data")
+    shutil.copytree(uninterrupted.path, config.runs_dir / "tiny" / "attempt_1")
+    first = attempts(config.runs_dir, "tiny")[0]
+    for step in (8, 9):
+        shutil.rmtree(first.checkpoint(step))
+    before = Store(config.store).manifest
+    write_conversations(config.conversations, count=30)
+    assert append(config).generation == 2
+    second = train(config, resume="auto")
+    assert "has grown to generation 2: this run stays with generation 1" in second.log.read_text()
+    assert_same(tensors(uninterrupted, 9), tensors(second, 9))
+    for kind in ("train", "heldout", "accepted"):
+        assert lines(second, kind=kind) == [line for line in lines(uninterrupted, kind=kind) if line["step"] > 6]
+    recorded = json.loads(second.manifest("built").read_text())
+    assert recorded["data"]["generation"] == 1 and recorded["built"]["pins"]["store"] == before.fingerprint
+    fresh = again(config, tmp_path / "fresh", *RESUMED, f"data_dir={tmp_path}/data")
+    plan = loop.prepare(fresh)
+    assert plan.store.manifest.generation == 2 and len(plan.store) == 30 and not plan.notes
+    elsewhere = again(config, tmp_path, *RESUMED, f"data_dir={tmp_path}/elsewhere")
+    write_conversations(elsewhere.conversations, count=13)
+    tokenize(elsewhere)
+    with pytest.raises(InputError, match="cannot resume from .*: store was"):
+        train(elsewhere, resume=str(uninterrupted.checkpoint(4)))
 
 
 def test_a_run_that_is_complete_is_not_resumed_into_an_empty_attempt(whole):

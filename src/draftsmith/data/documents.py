@@ -162,7 +162,7 @@ class Worker:
             raise LeftOut("empty_turn")
         if next(m["role"] for m in messages if m["role"] != "system") in ("assistant", "tool"):
             raise LeftOut("no_prompt")
-        messages = self._within_reach(messages)
+        messages = self._within_reach(messages, where)
         if settings.rewritten_history == "per_turn":
             try:
                 return [self.template.spans(messages, conversation.tools)]
@@ -175,7 +175,7 @@ class Worker:
         except RewritesHistory as error:
             raise InputError(f"{where}: {conversation.id!r}: {error}") from error
 
-    def _within_reach(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _within_reach(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         """Without the turns at the end that cannot fit whatever their tokens are, so that nobody tokenizes them."""
         if self.most_chars is None or self.settings.long_documents != "turns":
             return messages
@@ -192,17 +192,16 @@ class Worker:
             kept.pop()
         if not kept:
             first_answer = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
-            raise LeftOut("prompt_too_long" if reach < first_answer and self._may_drop(messages) else "too_long")
+            if reach >= first_answer:
+                raise LeftOut("too_long")
+            if self.settings.long_prompt == "drop":
+                raise LeftOut("prompt_too_long")
+            raise InputError(
+                f"{where}: the prompt has {sum(len(m['content']) for m in messages[:first_answer])} characters, a "
+                f"document holds {self.settings.max_tokens} tokens (train.row_tokens, tokenize.max_tokens): raise them "
+                f"or set tokenize.long_prompt=drop"
+            )
         return kept
-
-    def _may_drop(self, messages: list[dict[str, Any]]) -> bool:
-        if self.settings.long_prompt == "drop":
-            return True
-        raise InputError(
-            f"a prompt has {sum(len(m['content']) for m in messages)} characters, a document holds "
-            f"{self.settings.max_tokens} tokens (train.row_tokens, tokenize.max_tokens): raise them or set "
-            f"tokenize.long_prompt=drop"
-        )
 
     def _documents(
         self, conversation: Conversation, rendered: Rendered, encoded: Encoded, file: str, counts: Counter[str]

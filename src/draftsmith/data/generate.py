@@ -30,7 +30,8 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
     if settings.prompts is None:
         raise InputError("generate.prompts is not set: a file with `prompt` or `messages` on each line")
     asked = client.identify(settings) if settings.servers else None
-    recorded = _recorded(config, asked)
+    engine, why = ("server", "") if asked else _engine(config)
+    recorded = _recorded(config, asked, engine)
     done = resume(path, recorded)
     counts: Counter[str] = Counter()
     if asked is None and any(p.id not in done for p in _prompts(config, quiet=True)):
@@ -47,12 +48,15 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
             if asked is not None:
                 client.answer_all(settings, asked["model"], todo, len(lengths), out)
             else:
-                from draftsmith.data import engine
+                from draftsmith.data.engine import answer_all, answer_continuously
 
                 assert target is not None
+                if why:
+                    print(f"generate.engine: static batches: {why}", flush=True)
                 # the shortest first, so that a batch is little padded
                 by_length = sorted(todo, key=lambda p: lengths[p.id])
-                engine.answer_all(config, target, by_length, out, stream=len(done))
+                answer = answer_all if engine == "static" else answer_continuously
+                answer(config, target, by_length, out, stream=len(done))
     return {**counts, **{k: v for k, v in out.counts.items() if v}}
 
 
@@ -102,7 +106,13 @@ def _survey(config: Config, target: Target | None, done: dict[str, str], counts:
     return lengths
 
 
-def _recorded(config: Config, asked: dict[str, Any] | None) -> dict[str, Any]:
+def _engine(config: Config) -> tuple[str, str]:
+    from draftsmith.data.engine import choose
+
+    return choose(config)
+
+
+def _recorded(config: Config, asked: dict[str, Any] | None, engine: str) -> dict[str, Any]:
     """What an answer depends on, besides its prompt."""
     keys = (
         "max_new_tokens", "temperature", "top_p", "seed", "multi_turn", "reasoning", "chat_template_kwargs",
@@ -111,6 +121,6 @@ def _recorded(config: Config, asked: dict[str, Any] | None) -> dict[str, Any]:
         "model": config.target.model,
         "revision": config.target.revision,
         **{k: getattr(config.generate, k) for k in keys},
-        "engine": "embedded" if asked is None else "server",
+        "engine": engine,
         "server": asked,
     }

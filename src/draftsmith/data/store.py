@@ -124,9 +124,10 @@ class Store:
 
     def __init__(self, path: Path, generation: int | None = None, fingerprint: str | None = None) -> None:
         self.path = path
-        self.manifest = read_manifest(path, generation)
-        if fingerprint is not None:
-            self.manifest = _of_fingerprint(path, self.manifest, fingerprint)
+        found = read_manifest(path, generation) if fingerprint is None else find_content(path, fingerprint)
+        if found is None:
+            raise InputError(f"{path} has no generation with the content {fingerprint}: it is another store")
+        self.manifest = found
         self.batches: list[pa.RecordBatch] = []
         for shard in self.manifest.shards:
             self.batches.extend(_open_shard(path / shard.file, shard))
@@ -163,12 +164,14 @@ class Store:
         return np.unique(np.concatenate(parts)) if parts else np.zeros(0, dtype="S16")
 
 
-def _of_fingerprint(path: Path, newest: StoreManifest, fingerprint: str) -> StoreManifest:
+def find_content(path: Path, fingerprint: str | None) -> StoreManifest | None:
+    """The generation with this content, if the store has one."""
+    newest = read_manifest(path)
     for generation in range(newest.generation, 0, -1):
         manifest = newest if generation == newest.generation else read_manifest(path, generation)
         if manifest.fingerprint == fingerprint:
             return manifest
-    raise InputError(f"{path} has no generation with the content {fingerprint[:12]}: it is another store")
+    return None
 
 
 def verify(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ by its length and hash, so that a file that has only grown is read on from there
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,9 @@ PROBE = [
     {"role": "user", "content": "What is 2 + 2?\nAnswer in one word."},
     {"role": "assistant", "content": "Four — 4."},
 ]
+DATE = "1 January 2025"
+UNCHANGED = 1 << 62
+"""Position of a JSON list or Parquet file that has been read before and is as it was."""
 WHAT = "conversations (run `draftsmith generate` first)"
 
 
@@ -93,18 +97,21 @@ class _Run:
         self.done = len(self.sources)
         self.bytes_left = [f.stat().st_size for f in files]
         for i, source in enumerate(self.sources):
-            self.bytes_left[i] -= source.size
+            self.bytes_left[i] -= source.size if source.sha256 else 0  # without: a list or Parquet file half read
 
     def source(self, number: int, make: Callable[[Iterable[Chunk]], Iterator[Made]], progress: Progress) -> None:
         """Read one file from where it was left to its end."""
         file, lines = self.files[number], is_lines(self.files[number])
         known = self.sources[number] if number < len(self.sources) else self._before(file, lines)
         hashed = HashedPrefix(file, known.size if lines else 0)
-        if known.size and hashed.digest() != known.sha256 and lines:
+        if known.size and (hashed.digest() != known.sha256 if lines else file.stat().st_size != known.size):
             raise InputError(f"{file} is not the file whose tokenization was begun: remove {self.build.work}")
         if number >= len(self.sources):
             self.sources.append(known)
         skipped = known.position
+        if skipped == UNCHANGED:
+            print(f"{file}: unchanged, in the store already")
+            return
         if skipped and self.base is not None and number >= self.done:
             print(f"{file}: its first {skipped} {'bytes' if lines else 'entries'} are in the store already")
             progress.advance((known.size if lines else 0) >> 10)
@@ -112,7 +119,7 @@ class _Run:
         for made in make(hashed.over(read_chunks(file, WHAT, known.position), lines)):
             self._take(made)
             done = made.chunk_position if lines else 0
-            size, digest = (done, hashed.at(done)) if lines else (0, "")
+            size, digest = (done, hashed.at(done)) if lines else (file.stat().st_size, "")
             self.sources[number] = Source(known.name, made.chunk_position, size, digest)
             progress.advance((done >> 10) - shown if lines else 0, f"{self.build.counts['kept']} kept")
             shown = done >> 10
@@ -124,16 +131,14 @@ class _Run:
 
     def _before(self, file: Path, lines: bool) -> Source:
         """What the generations before have read of this file: its beginning, if it has only grown."""
-        read = (self.base.source_bytes if self.base else {}).get(file.name, 0)
-        if not read or self.base is None:
-            return Source(file.name)
-        whole = file.stat().st_size
-        if read <= whole and HashedPrefix(file, read).digest() == self.base.sources[file.name]:
-            if lines:
-                return Source(file.name, read, read, self.base.sources[file.name])
-            if read == whole:
-                return Source(file.name, 1 << 62, read, self.base.sources[file.name])
-        return Source(f"{file.name} (of generation {self.base.generation + 1})")
+        sources, sizes = (self.base.sources, self.base.source_bytes) if self.base else ({}, {})
+        for name in reversed([n for n in sizes if n == file.name or n.startswith(f"{file.name} (")]):
+            read, whole = sizes[name], file.stat().st_size
+            if (read == whole or (lines and read < whole)) and HashedPrefix(file, read).digest() == sources[name]:
+                return Source(name, read if lines else UNCHANGED, read, sources[name])
+        taken = {*sources, *(s.name for s in self.sources)}
+        names = itertools.chain([file.name], (f"{file.name} ({n})" for n in itertools.count(2)))
+        return Source(next(name for name in names if name not in taken))
 
     def _take(self, made: Made) -> None:
         for line in made.bad:
@@ -210,11 +215,12 @@ def recipe_of(config: Config, tokenizer: Any) -> Recipe:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """sha256 over a fixed conversation's rendering and its ids: changes with the template and with the vocabulary.
-    A template that prints the date is given a fixed one."""
-    text = ChatTemplate.of(tokenizer).render(PROBE, now="1 January 2025")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([text, ids, len(tokenizer)]).encode()).hexdigest()
+    """sha256 over the renderings of a fixed conversation and of a prompt, and their ids: changes with the template, its
+    generation prompt and the vocabulary.  A template that prints the date is given a fixed one."""
+    template = ChatTemplate.of(tokenizer)
+    texts = [template.render(PROBE, now=DATE), template.render(PROBE[:1], generation_prompt=True, now=DATE)]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return hashlib.sha256(json.dumps([texts, ids, len(tokenizer)]).encode()).hexdigest()
 
 
 def _same(config: Config, base: StoreManifest, tokenizer: str, settings: dict[str, Any]) -> None:

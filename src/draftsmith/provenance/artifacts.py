@@ -51,9 +51,11 @@ def read_target(folder: Path) -> dict[str, Any]:
     }
 
 
-def read_store(folder: Path) -> dict[str, Any]:
-    """What a store's manifest states, with sums over its shards.  Raises OSError or ValueError if it cannot be read."""
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+def read_store(folder: Path, generation: int | None = None) -> dict[str, Any]:
+    """What the manifest of a store's generation (default: the newest) states, with sums over its shards.  Raises
+    OSError or ValueError if it cannot be read."""
+    file = folder / "manifest.json" if generation is None else folder / "generations" / f"{generation:05d}.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
     shards = manifest["shards"]
     content = hashlib.sha256("".join(s["sha256"] for s in shards).encode()).hexdigest()
     return {

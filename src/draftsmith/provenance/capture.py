@@ -36,9 +36,11 @@ def at_start(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     return _manifest(kind, "start", _machine(config))
 
 
-def at_build(kind: str, facts: dict[str, Any], model: Path | None, store: Path | None) -> dict[str, Any]:
+def at_build(
+    kind: str, facts: dict[str, Any], model: Path | None, store: Path | None, generation: int | None = None
+) -> dict[str, Any]:
     """After models, optimizer and compiled functions are made.  facts: what only the caller knows about them."""
-    return _manifest(kind, "built", {**_process(), **_files(model, store), "built": lambda: facts})
+    return _manifest(kind, "built", {**_process(), **_files(model, store, generation), "built": lambda: facts})
 
 
 def at_end(kind: str, outcome: dict[str, Any], samples: Any) -> dict[str, Any]:
@@ -102,12 +104,12 @@ def _process() -> Readers:
     }
 
 
-def _files(model: Path | None, store: Path | None) -> Readers:
+def _files(model: Path | None, store: Path | None, generation: int | None = None) -> Readers:
     readers: Readers = {}
     if model is not None:
         readers["target"] = lambda: artifacts.read_target(model)
     if store is not None:
-        readers["data"] = lambda: artifacts.read_store(store)
+        readers["data"] = lambda: artifacts.read_store(store, generation)
     return readers
 
 

@@ -69,9 +69,11 @@ class Recorder:
         finally:
             self._safely(self._end, run, ending)
 
-    def built(self, facts: dict[str, Any], model: Path | None = None, store: Path | None = None) -> None:
+    def built(
+        self, facts: dict[str, Any], model: Path | None = None, store: Path | None = None, generation: int | None = None
+    ) -> None:
         """facts: parameters, dtypes, attention, what was compiled: whatever only the caller knows."""
-        self._safely(lambda: self._write(capture.at_build(self.kind, facts, model, store)))
+        self._safely(lambda: self._write(capture.at_build(self.kind, facts, model, store, generation)))
 
     def at(self, step: int) -> None:
         """The last finished step, for `runs list`."""

@@ -236,6 +236,31 @@ def find_resume(runs_dir: Path, name: str, resume: str) -> tuple[Path, list[str]
     raise InputError(f"--resume auto: no complete checkpoint under {runs_dir / name}{why}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where training begins: at a checkpoint, or (none) afresh; and what is to be said about it."""
+
+    checkpoint: Path | None = None
+    state: CheckpointState | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def store(self) -> str | None:
+        """The content of the store that the run began with."""
+        return self.state.pins.get("store") if self.state else None
+
+
+def find_start(runs_dir: Path, name: str, resume: str, new_attempt: bool) -> Start:
+    """The checkpoint to go on from.  Raises InputError if there is none and none was not allowed for."""
+    try:
+        path, notes = find_resume(runs_dir, name, resume)
+    except InputError:
+        if resume == "auto" and new_attempt:
+            return Start(notes=("nothing to resume, starting afresh",))
+        raise
+    return Start(path, read_state(path), tuple(notes))
+
+
 HARD_PINS = ("target_weights", "store", "tokenizer", "feature_layers", "block_size")
 
 

@@ -21,7 +21,7 @@ import torch
 from draftsmith import rundir
 from draftsmith.config import Config
 from draftsmith.data.loader import Loader
-from draftsmith.data.store import Document, Store
+from draftsmith.data.store import Document, Store, find_content, read_manifest
 from draftsmith.data.tokenize import fingerprint
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.model import DFlashDrafter
@@ -102,17 +102,30 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def prepare(config: Config, target: Target | None = None, world: World | None = None) -> Plan:
-    """Load and check.  Raises InputError for whatever cannot be trained on."""
+def prepare(
+    config: Config, target: Target | None = None, world: World | None = None, content: str | None = None
+) -> Plan:
+    """Load and check.  Raises InputError for whatever cannot be trained on.
+
+    content: fingerprint of the store's generation to train on; default: the newest.
+    """
     settings, world = config.train, world or World()
-    store = Store(config.store)
+    store = Store(config.store, fingerprint=content)
     load = load_borrowed if world.role == "drafter" else load_target
     target = target or load(config.target, config.device)
     if store.manifest.tokenizer != fingerprint(target.tokenizer):
-        raise InputError(f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s")
+        raise InputError(
+            f"{store.path} was made with another tokenizer or chat template than {config.target.model}'s: set "
+            f"target.model to the one that it was made with, or data_dir to a new folder and tokenize again"
+        )
     spec = drafter_spec(config.drafter, target)
     loader = make_loader(config, store, heldout=False)
     notes = [f"{loader.left_out} training documents without an anchor left out"] if loader.left_out else []
+    if (newest := read_manifest(store.path).generation) > store.manifest.generation:
+        notes.append(
+            f"{store.path} has grown to generation {newest}: this run stays with generation "
+            f"{store.manifest.generation}, with which it began"
+        )
     heldout_rows: list[PackedRow] = []
     if store.heldout.any():
         held = make_loader(config, store, heldout=True)
@@ -164,17 +177,22 @@ def train(
     recorder = Recorder("train", config.model_dump(mode="json"))
     with join(config.placement, pick_device(config.device).type) as world:
         agree(world, identity(config))
+        start = checkpoint.Start()
         with world.together("prepare"):
-            plan = prepare(config, target, world)
+            if resume is not None and world.role != "target":
+                start = checkpoint.find_start(config.runs_dir, config.name, resume, new_attempt)
+            # that which the run began with (another store is refused below), or the newest
+            manifest = find_content(config.store, start.store) or read_manifest(config.store)
+        content = world.from_first("content", manifest.fingerprint)  # everywhere what rank 0 found
+        with world.together("load"):
+            plan = prepare(config, target, world, content)
             rows = plan.steps * config.train.rows_per_step
             check_rows_fit(world, config.placement.run_ahead, rows, row_bytes(config, plan), plan.target.device)
-        source_checkpoint: Path | None = None
-        passed_over: list[str] = []
+        notes: list[str] = []
         with world.together("start"):
             if world.role != "target":
-                if resume is not None:
-                    source_checkpoint, passed_over = find_start(config, plan, resume, new_attempt)
-                check_files(config, plan, source_checkpoint)
+                notes = [*plan.notes, *start.notes, *check_start(config, plan, start)]
+                check_files(config, plan, start.checkpoint)
         with world.together("folder"):
             if world.first:
                 check(config.tracking.wanted)
@@ -189,7 +207,8 @@ def train(
             begin = world.read("begin")
             served = RunDir(Path(begin["run"]))
             with recorder.recording(served):
-                recorder.built({"role": "target", "pins": plan.pins}, model_folder(config.target), config.store)
+                facts = {"role": "target", "pins": plan.pins}
+                recorder.built(facts, model_folder(config.target), config.store, plan.store.manifest.generation)
                 all_taken = serve(world, plan.loader, extract, plan.heldout_rows, begin, config.placement.run_ahead)
             if not all_taken:  # rows that nobody will take are under way; their threads cannot be ended otherwise
                 os._exit(0)
@@ -197,10 +216,10 @@ def train(
         run = RunDir(Path(world.from_first("run", str(run.path) if run else "")))
         sinks = open_sinks(config.tracking.wanted if world.first else (), run, config.model_dump(mode="json"))
         with recorder.recording(run), closing(Tracker(run, quiet=not world.first, sinks=sinks)) as tracker:
-            for note in [*plan.notes, *passed_over]:
+            for note in notes:
                 tracker.say(note)
             try:
-                _run(config, plan, run, tracker, recorder, source_checkpoint, world)
+                _run(config, plan, run, tracker, recorder, start.checkpoint, world)
             finally:
                 world.stop()
     return run
@@ -222,16 +241,12 @@ def row_bytes(config: Config, plan: Plan) -> int:
     return values * plan.feature_dtype.itemsize
 
 
-def find_start(config: Config, plan: Plan, resume: str, new_attempt: bool) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and what is to be said about it.  Raises InputError if it does not fit."""
-    try:
-        path, notes = checkpoint.find_resume(config.runs_dir, config.name, resume)
-    except InputError:
-        if resume == "auto" and new_attempt:
-            return None, ["nothing to resume, starting afresh"]
-        raise
-    state = checkpoint.read_state(path)
-    notes += checkpoint.check_pins(state, plan.pins, plan.spec, path)
+def check_start(config: Config, plan: Plan, start: checkpoint.Start) -> list[str]:
+    """What changed since the checkpoint.  Raises InputError if it does not fit, or nothing is left to train."""
+    path, state = start.checkpoint, start.state
+    if path is None or state is None:
+        return []
+    notes = checkpoint.check_pins(state, plan.pins, plan.spec, path)
     if altered := altered_shards(config.store):
         raise InputError(f"cannot resume from {path}: {config.store / altered[0]} does not hold what was written to it")
     if state.step >= plan.steps:
@@ -239,7 +254,7 @@ def find_start(config: Config, plan: Plan, resume: str, new_attempt: bool) -> tu
             f"nothing is left to train: {path} is at step {state.step} of {plan.steps} (train.steps or train.epochs): "
             f"raise them to go on"
         )
-    return path, notes
+    return notes
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -312,7 +327,7 @@ def _run(
     }
     if plan.target.device.type == "cuda" and config.target.forward == "auto" and plan.target.forward == "per_document":
         recorder.fell_back("the target runs one document at a time: packed documents would see each other")
-    recorder.built(facts, model_folder(config.target), config.store)
+    recorder.built(facts, model_folder(config.target), config.store, plan.store.manifest.generation)
     if resume_from is not None:
         for line in recorder.changed_since(RunDir(resume_from.parents[1])):
             tracker.say(line)
