@@ -135,12 +135,12 @@ CARDS = {
 
 
 def card_rates(
-    card: Card, *, target: float = 0.594, drafter: float = 0.679, link: float = 323e9, reduce: float = 341e9
+    card: Card, *, target: float = 0.728, drafter: float = 0.734, link: float = 323e9, reduce: float = 341e9
 ) -> Rates:
     """Rates of a card.  target, drafter: share of `bf16` that the whole forward, the whole step reach.
 
-    The defaults give what one H200 took for Qwen3-8B widths, T = 3072, A = 512, B = 16, five layers: 94 ms a row in
-    the target's 34 layers, 144 ms a drafter step; and between two H200 126 MB in 0.39 ms, an all-reduce of 4.2 GB in
+    The defaults give what one H200 took for Qwen3-8B widths, T = 3072, A = 512, B = 16, five layers: 77 ms a row in
+    the target's 34 layers, 134 ms a drafter step; and between two H200 126 MB in 0.39 ms, an all-reduce of 4.2 GB in
     12.3 ms.  AdamW moves 28 bytes a parameter.
     """
     flops = card.bf16 * drafter
@@ -258,12 +258,13 @@ def _drafter_memory(
     h, v = spec.hidden_size, spec.vocab_size
     frozen = (1 if geometry.tied else 2) * v * h
     copies = settings.target_bytes + (c if c != settings.target_bytes else 0)
-    logits = c + (4 + c if c < 4 else 0)
+    logits = 2 * c if settings.gpu else c + (4 + c if c < 4 else 0)  # compiled: logits, then their gradient
+    alone = settings.rows_per_step == 1 and drafters == 1  # else bf16 gradients are summed up in float32
     return {
         "embedding and head": frozen * copies,
         "float32 masters": count * 4,
         "moments": count * 8,
-        "gradients": count * 4,
+        "gradients": count * (4 if c != 2 else 2 if alone else 6),
         "bf16 weights": count * 2 if c == 2 else 0.0,
         "activations": _activations(spec, settings),
         "loss chunk": settings.chunk_rows * v * logits + 2 * settings.trained * h * c,
@@ -279,8 +280,8 @@ def _activations(spec: DrafterSpec, settings: Settings) -> float:
     q, t = settings.slots * spec.block_size, settings.row_tokens
     s = t + q
     if settings.gpu:
-        query = c * (4 * h + 3 * wide + 4 * narrow + 3 * i)
-        context = c * 3 * narrow
+        query = c * (4 * h + 5 * wide + 2 * narrow + 3 * i)  # keys and values repeated for their query heads
+        context = c * (2 * wide + narrow)
         masks = settings.distinct_windows * 24 * q * s / 128
         shared = 0.0
     else:
