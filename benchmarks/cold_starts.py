@@ -46,7 +46,8 @@ def start(device: str, cache: Path, limit: float) -> dict[str, Any]:
         return {"how": "hang", "seconds": time.monotonic() - begin, "said": process.communicate()[0][-2000:]}
     seconds = time.monotonic() - begin
     if process.returncode or not out.is_file():
-        return {"how": "crash", "seconds": seconds, "said": said[-2000:]}
+        how = "fallback" if "compiled anew" in said or "uncompiled" in said or "since the warm-up" in said else "crash"
+        return {"how": how, "seconds": seconds, "said": said[-2000:]}
     processes = json.loads(out.read_text())["processes"].values()
     fell_back = [p for p in processes if p["compiled"]["target"] != "compiled" or "warning" in str(p["said"])]
     return {
@@ -81,7 +82,7 @@ def main() -> None:
         "starts": len(cold),
         **{f"{how}s" if how != "crash" else "crashes": sum(s["how"] == how for s in every)
            for how in ("crash", "hang", "fallback")},
-        "cold_s": statistics.median(s["first_step_s"] for s in cold if "first_step_s" in s),
+        "cold_s": statistics.median([s["first_step_s"] for s in cold if "first_step_s" in s] or [0.0]) or None,
         "warm_s": max((s["first_step_s"] for s in warm if "first_step_s" in s), default=None),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "each": {"cold": cold, "warm": warm},

@@ -13,7 +13,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.config import parse_config
+from draftsmith.drafter.blocks import build_blocks
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.records import DrafterSpec, PackedRow
@@ -157,14 +159,15 @@ class Work:
     optimizer_bytes: float
 
 
-def work(geometry: Geometry, spec: DrafterSpec, shape: Shape) -> Work:
-    """Attention's own products are left out: they depend on where the anchors lie."""
+def work(geometry: Geometry, spec: DrafterSpec, shape: Shape, trained: float) -> Work:
+    """trained: slots that reach the head.  Attention's own products are left out: they depend on where the anchors lie;
+    so is what nobody needs: the gradient of the features, and the first layer's projections of equal MASK tokens."""
     t, q, h = shape.row_tokens, shape.anchors * shape.block_size, geometry.hidden
     layer = geometry.layer_parameters
     context = 2 * h * geometry.kv_heads * geometry.head_dim
+    same = (h * geometry.heads * geometry.head_dim + context) * (q - shape.anchors - 1)
     fc = shape.features * h * h
-    trained = q - shape.anchors
-    drafter = 6 * shape.layers * (layer * q + context * t) + 6 * fc * t + 4 * trained * h * geometry.vocab
+    drafter = 6 * (shape.layers * (layer * q + context * t) - same) + 4 * fc * t + 4 * trained * h * geometry.vocab
     parameters = shape.layers * layer + fc
     return Work(2.0 * (spec.feature_layers[-1] + 1) * layer * t, float(drafter), 28.0 * parameters)
 
@@ -234,8 +237,12 @@ class Bench:
             "bench",
             fields,
         )  # fmt: skip
+        compiling.check_fp8(self.config, self.device)
         self.rows = [random_row(shape, self.geometry.vocab, seed) for seed in range(4)]
-        self.work = work(self.geometry, self.spec, shape)
+        blocks = [build_blocks(row, shape.block_size, 0, 1.0, trim=False) for row in self.rows]
+        self.trained = float(np.mean([b.counts.sum() for b in blocks]))
+        self.work = work(self.geometry, self.spec, shape, self.trained)
+        self.born = time.monotonic()
         self.said: list[str] = []
         self.compiler: compiling.Compiler | None = None
 
@@ -298,11 +305,11 @@ class Bench:
 
         def both() -> None:
             (step.run(row, blocks, features).weighted / 1e4).backward()
+            for parameter in (*step.drafter.parameters(), *step.copies.values()):
+                parameter.grad = None
 
         out["backward_ms"] = timed(both, device) - out["forward_loss_ms"]
         out["optimizer_ms"] = whole - out["forward_loss_ms"] - out["backward_ms"]
-        for parameter in step.drafter.parameters():
-            parameter.grad = None
         step.source = source
         return out
 
@@ -326,9 +333,12 @@ class Bench:
     def run_together(self, steps: int) -> dict[str, Any]:
         """This process's part of a placement: whole steps over rows that only depend on their number.  On rank 0 the
         figures; elsewhere nothing."""
+        self.build(target=self.world.role != "drafter", drafter=self.world.role != "target")
+        with self.guard():
+            return self._steps(steps)
+
+    def _steps(self, steps: int) -> dict[str, Any]:
         world, step_rows = self.world, self.rows_per_step
-        born = time.monotonic()
-        self.build(target=world.role != "drafter", drafter=world.role != "target")
         rows = RandomRows(self.shape, self.geometry.vocab)
         warm = 2
         last = (warm + steps) * step_rows
@@ -360,7 +370,7 @@ class Bench:
             sums.append(step.step(number, batch, self.optimizer, 1e-4))
             if number == 0:
                 self._wait()
-                first_step_seconds = time.monotonic() - born
+                first_step_seconds = time.monotonic() - self.born
         self._wait()
         seconds = time.monotonic() - begin
         parts, _, waits = clock.read(steps * len(self._mine(0)))
@@ -377,7 +387,7 @@ class Bench:
             "shape": asdict(self.shape),
             "rows_per_s": rate,
             "tokens_per_s": rate * self.shape.row_tokens,
-            "supervised_tokens_per_s": rate * self.shape.anchors * (self.shape.block_size - 1),
+            "supervised_tokens_per_s": rate * self.trained,
             "seconds_by_part": parts,
             "waits": waits,
             "advice": clock.advice(step_rows) if world.targets else None,
@@ -411,8 +421,20 @@ class Bench:
         """Every figure, with the ratio to the floor."""
         ceilings = roofline(self.device, self.dtype)
         self.build()
-        target, drafter = self.time_target(), self.time_drafter()
-        return self.report(ceilings, target, drafter, self.time_end_to_end())
+        with self.guard():
+            target, drafter = self.time_target(), self.time_drafter()
+            rate = self.time_end_to_end()
+        return self.report(ceilings, target, drafter, rate)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """As in training: whatever is timed was compiled before, all of it."""
+        if self.compiler is None:
+            yield
+            return
+        with self.compiler.guarded(0):
+            yield
+        self.compiler.check(0)
 
     def report(
         self, ceilings: dict[str, float], target: float, drafter: dict[str, float], rate: float
@@ -423,7 +445,6 @@ class Bench:
         both = (self.work.target + self.work.drafter) / per_ms + copy_ms / self.rows_per_step
         floor_rate = self.shape.row_tokens / both * 1e3
         rows = rate / self.shape.row_tokens
-        slots = self.shape.anchors * (self.shape.block_size - 1)
         gpu = self.device.type == "cuda"
         return {
             "geometry": self.name,
@@ -443,7 +464,7 @@ class Bench:
                 "drafter_step": floors["drafter_step_ms"] / drafter["step_ms"],
                 "end_to_end": rate / floor_rate,
             },
-            "supervised_tokens_per_s": rows * slots,
+            "supervised_tokens_per_s": rows * self.trained,
             "anchors_per_s": rows * self.shape.anchors,
             "mfu": rows * (self.work.target + self.work.drafter) / (ceilings["gemm_tflops"] * 1e12),
             **self.compiled_facts(),

@@ -70,7 +70,7 @@ def test_warn_goes_on_and_records_it(made):
     with compiler.guarded(0):
         double(torch.ones(4))
     compiler.check(1)
-    assert len(recorded) == 1 and "step 1: 1 graphs since the warm-up" in recorded[0]
+    assert len(recorded) == 1 and "step 1: 1 new graphs since the warm-up" in recorded[0]
     assert said[-1] == f"warning: {recorded[0]}"
     compiler.check(2)
     assert len(recorded) == 1
@@ -89,9 +89,69 @@ def test_attention_that_was_not_compiled_stops_the_run(made, monkeypatch):
         flex_attention(x, x, x)
 
 
-def test_fp8_is_refused_where_there_is_none(made):
-    with pytest.raises(InputError, match=r"train\.fp8=target: this device has no 8-bit products"):
-        made("train.fp8=target")
+def test_warn_tells_dense_attention_from_other_warnings_every_time(made):
+    compiler, _, recorded = made("compile.on_fallback=warn")
+    compiler.arm()
+    x = torch.randn(1, 1, 8, 4)
+    for step in range(2):
+        with pytest.warns(UserWarning, match="something else"), compiler.guarded(step):
+            flex_attention(x, x, x)
+            warnings.warn("something else", UserWarning, stacklevel=1)
+    assert len(recorded) == 2 and all("ran uncompiled: flex_attention" in text for text in recorded)
+
+
+def test_what_is_compiled_for_the_first_time_after_the_warm_up_stops_the_run_too(made):
+    compiler, _, _ = made()
+    compiler.arm()
+    torch.compile(doubled, backend="eager")(torch.ones(3))  # new code: no recompile, but nothing training had compiled
+    with pytest.raises(FallbackError, match="step 5: 1 new graphs since the warm-up"):
+        compiler.check(5)
+
+
+def test_a_second_run_in_the_same_process_warms_up_again(made):
+    double = torch.compile(doubled, backend="eager", fullgraph=True, dynamic=False)
+    for size in (3, 4):
+        compiler, _, _ = made()
+        compiler._compile_all = lambda *args, size=size: double(torch.ones(size))
+        compiler.warm_up(None, None)
+        compiler.arm()
+
+
+def test_a_row_that_does_not_fit_is_one_line(made):
+    compiler, _, _ = made()
+    what = r"train\.row_tokens=128 .* does not fit the GPU .*`draftsmith plan`"
+    with pytest.raises(InputError, match=what), compiler._explained():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+def test_the_profiled_step_must_have_run_fused_attention_both_ways():
+    forward, backward = "triton_tem_fused_flex_attention_1", "triton_tem_fused_flex_attention_backward_2"
+    compiling.check_kernels({forward: 5, backward: 5, "other": 90}, "flex")
+    compiling.check_kernels({"other": 90}, "dense")
+    for missing in ({forward: 5}, {backward: 5}, {"softmax_kernel": 5}):
+        with pytest.raises(FallbackError, match="no fused attention kernels"):
+            compiling.check_kernels(missing, "flex")
+
+
+@pytest.mark.parametrize("fields", [(), ("compile.enabled=true",), ("train.features=files",)])
+def test_fp8_is_refused_where_there_is_none(target_folder, tmp_path, fields):
+    config = make_config(target_folder, tmp_path, "train.fp8=target", *fields)
+    with pytest.raises(InputError, match=r"train\.fp8=target: .*: set it to"):
+        compiling.check_fp8(config, torch.device("cpu"))
+    compiling.check_fp8(make_config(target_folder, tmp_path), torch.device("cpu"))
+
+
+def test_the_fingerprint_follows_what_compiled_code_depends_on(target_folder, tmp_path, target):
+    from draftsmith.target.model import drafter_spec
+
+    def parts(*overrides: str) -> dict[str, str]:
+        config = make_config(target_folder, tmp_path, *overrides)
+        return compiling.parts(config, drafter_spec(config.drafter, target), target)
+
+    same = parts()
+    assert parts("train.learning_rate=1e-5", "name=other") == same
+    for override in ("train.anchors=8", "drafter.num_layers=1", "train.compute_dtype=bfloat16", "loss.chunk_rows=7"):
+        assert parts(override) != same, override
 
 
 def run(path: Path, *overrides: str, code: int = 0, **environment: str) -> str:

@@ -10,6 +10,7 @@ from helpers_train import make_spec
 
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.train import optim
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 
 
@@ -72,3 +73,47 @@ def test_masters_are_float32_so_norms_of_one_still_move():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.testing.assert_close(drafter.norm.weight.detach(), torch.full((32,), 1 - 1e-4), rtol=0, atol=1e-7)
+
+
+def test_one_pass_adamw_is_torchs_with_clipping_and_working_copies(monkeypatch):
+    """Twenty steps, weight decay on matrices only, gradients in float32 and in bfloat16; the state goes either way."""
+    monkeypatch.setattr(optim, "_adamw", optim.adamw)  # the formula; compiled it is the same function
+    spec = make_spec()
+    config = TrainConfig(steps=20, weight_decay=0.1, learning_rate=1e-2)
+    plain, ours = DFlashDrafter(spec).initialize(0), DFlashDrafter(spec).initialize(0)
+    copies = {p: p.detach().bfloat16() for p in ours.parameters() if p.dim() == 2}
+    first, second = make_optimizer(plain, config), make_optimizer(ours, config, one_pass=True)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        gradients = {}
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            drawn = torch.randn(p.shape, generator=generator).bfloat16()
+            p.grad, gradients[q] = drawn.float(), drawn if q in copies else drawn.float()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        first.step()
+        own, factor = optim.clip_factor(list(gradients.values()), 0.5, torch.device("cpu"))
+        second.update(gradients, copies, factor)
+        torch.testing.assert_close(own, norm, rtol=1e-5, atol=0)
+        if step == 9:  # as a resumed run would: the moments change hands
+            for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+                first.state[p], second.state[q] = (
+                    {k: v.clone() for k, v in second.state[q].items()},
+                    {k: v.clone() for k, v in first.state[p].items()},
+                )
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(copy, p.bfloat16()) for p, copy in copies.items())
+
+
+def test_muon_moves_matrices_and_adamw_the_rest_with_one_rate_and_one_state():
+    drafter = DFlashDrafter(make_spec(attention_bias=True)).initialize(0)
+    before = {n: p.detach().clone() for n, p in drafter.named_parameters()}
+    optimizer = make_optimizer(drafter, TrainConfig(steps=1, optimizer="muon"))
+    set_rate(optimizer, 1e-3)
+    for p in drafter.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for name, p in drafter.named_parameters():
+        assert not torch.equal(p, before[name]), name
+        kinds = set(optimizer.state[p])
+        assert kinds == ({"momentum_buffer"} if p.dim() == 2 else {"step", "exp_avg", "exp_avg_sq"}), name

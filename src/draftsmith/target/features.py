@@ -87,7 +87,8 @@ class FileFeatures:
         self.values = np.memmap(file, dtype=stored_as, mode="r", shape=shape)
 
     def row(self, row: PackedRow) -> Tensor:
-        out = torch.zeros(len(row.tokens), self.values.shape[1], dtype=self.dtype)
+        pinned = self.device.type == "cuda"  # else the copy would wait for all queued work
+        out = torch.zeros(len(row.tokens), self.values.shape[1], dtype=self.dtype, pin_memory=pinned)
         for number, start, end in zip(row.samples, row.starts, row.starts[1:], strict=False):
             at = int(self.first[number])
             piece = np.array(self.values[at : at + end - start])  # a copy: torch wants memory it may write to

@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import itertools
+import json
 import platform
+import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,11 +59,23 @@ def wanted(config: Config, device: torch.device) -> bool:
     return device.type == "cuda" if config.compile.enabled is None else config.compile.enabled
 
 
+def check_fp8(config: Config, device: torch.device) -> None:
+    """Raises InputError where train.fp8 could not be done."""
+    train = config.train
+    if train.fp8 == "off":
+        return
+    if not (wanted(config, device) and fp8.available(device)):
+        raise InputError(f"train.fp8={train.fp8}: it needs a compiled run on a GPU with 8-bit products: set it to off")
+    if train.features == "files" and train.fp8 != "drafter":
+        raise InputError(f"train.fp8={train.fp8}: with train.features=files no target runs: set it to drafter or off")
+
+
 def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
     """Everything that compiled code depends on, in words."""
     source = hashlib.sha256()
     root = Path(__file__).parent.parent
-    for file in sorted([*root.glob("drafter/*.py"), root / "target/packed.py", root / "train/step.py"]):
+    files = [*root.glob("drafter/*.py"), root / "target/packed.py", root / "train/step.py", root / "train/optim.py"]
+    for file in sorted(files):
         source.update(file.read_bytes())
     cuda = target.device.type == "cuda"
     train = config.train
@@ -77,11 +92,14 @@ def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
         "python": platform.python_version(),
         "code": source.hexdigest()[:16],
         "shapes": f"T={train.row_tokens} A={train.anchors} chunk={config.loss.chunk_rows} {spec}",
-        "target": f"{text.model_type} H={text.hidden_size} layers={text.num_hidden_layers} {target.dtype} "
-        f"forward={config.target.forward}",
+        "target": f"{text.model_type} {_digest(text.to_dict())} {target.dtype} forward={config.target.forward}",
         "settings": f"compute={train.compute_dtype} features={train.feature_dtype} attention={train.attention} "
         f"fp8={train.fp8}",
     }
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
@@ -111,8 +129,6 @@ class Compiler:
 
     def __post_init__(self) -> None:
         """Put the cache in its place and watch for dense attention: before anything is compiled or run."""
-        if self.config.train.fp8 != "off" and not fp8.available(self.device):
-            raise InputError(f"train.fp8={self.config.train.fp8}: this device has no 8-bit products: set it to off")
         root = self.config.compile.cache_dir or env.cache_dir() / "compile"
         self.folder = compile_cache.folder_for(root, self.parts)
         if self._local_first:
@@ -149,6 +165,7 @@ class Compiler:
         Raises InputError if the row does not fit the device or the tools to compile are missing.
         """
         begin = time.monotonic()
+        torch._dynamo.config.error_on_recompile = False  # as a run before in this process may have left it
         mode = self.config.compile.start
         turns = mode == "first" or (mode == "auto" and self.device.type == "cpu")
         if turns and not self._local_first:
@@ -224,6 +241,8 @@ class Compiler:
                 f"{self.config.train.anchors} does not fit the GPU ({str(error).splitlines()[0][:160]}): `draftsmith "
                 f"plan` says what would"
             ) from error
+        except UserWarning as error:
+            raise FallbackError(f"the warm-up ran uncompiled attention: {_cause(error)}") from error
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if not any(word in text for word in TOOLS):
@@ -243,41 +262,62 @@ class Compiler:
         torch._dynamo.config.error_on_recompile = self._strict
         self.graphs = read_counters()
 
-    def disarm(self) -> None:
-        torch._dynamo.config.error_on_recompile = False
-
     @contextmanager
     def guarded(self, step: int) -> Iterator[None]:
         """Around a step.  Raises FallbackError naming the cause."""
-        caught: list[warnings.WarningMessage] | None = None
+        caught: list[warnings.WarningMessage] = []
         try:
             if self._strict:
                 yield
             else:
+                _forget_warnings()
                 with warnings.catch_warnings(record=True) as caught:
-                    warnings.filterwarnings("always", message=DENSE)
                     yield
         except (torch._dynamo.exc.RecompileError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             raise FallbackError(f"step {step + 1} would have been compiled anew: {_cause(error)}") from error
         except (UserWarning, torch._dynamo.exc.Unsupported) as error:
             raise FallbackError(f"step {step + 1} would have run uncompiled: {_cause(error)}") from error
-        for warning in caught or ():
-            self._warn(f"step {step + 1} ran uncompiled: {str(warning.message).splitlines()[0]}")
+        for warning in caught:
+            if re.match(DENSE, str(warning.message)):
+                self._warn(f"step {step + 1} ran uncompiled: {str(warning.message).splitlines()[0]}")
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def check(self, step: int) -> None:
-        """At a log point: were graphs compiled since?  In strict mode that has been an error already."""
+        """At a log point: were graphs compiled since, also of functions that nobody had compiled before?"""
         now = read_counters()
         for what in ("graphs", "graph_breaks"):
             if now.get(what, 0) > self.graphs.get(what, 0):
                 count = now.get(what, 0) - self.graphs.get(what, 0)
-                self._warn(
-                    f"step {step}: {count} {what.replace('_', ' ')} since the warm-up: a shape or a setting changed"
+                text = (
+                    f"step {step}: {count} new {what.replace('_', ' ')} since the warm-up: something else is compiled"
                 )
+                if self._strict:
+                    raise FallbackError(text)
+                self._warn(text)
         self.graphs = now
 
     def _warn(self, what: str) -> None:
         self.say(f"warning: {what}")
         self.fell_back(what)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A FeatureSource under the guard: a target that serves has no loop round it."""
+
+    source: FeatureExtractor
+    compiler: Compiler
+
+    def row(self, row: PackedRow) -> Tensor:
+        with self.compiler.guarded(row.index):
+            return self.source.row(row)
+
+
+def _forget_warnings() -> None:
+    """torch says once a process that attention ran uncompiled; every step's is wanted."""
+    module = sys.modules["torch.nn.attention.flex_attention"]
+    getattr(module, "_WARNINGS_SHOWN", set()).clear()
 
 
 def _cause(error: BaseException) -> str:

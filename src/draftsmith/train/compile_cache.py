@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,15 @@ def restore(folder: Path, parts: Mapping[str, str], runs_dir: Path, name: str, s
         if not bundle.is_file() or sha256(bundle) != manifest["sha256"]:
             say(f"compile-cache bundle {bundle} is damaged (its content is not what was written): not used")
             continue
-        with tarfile.open(bundle) as tar:
-            tar.extractall(folder, filter="data")
+        # file by file, each renamed into place: another run may read from the same folder
+        with tempfile.TemporaryDirectory(prefix=".restoring.", dir=folder) as temporary:
+            with tarfile.open(bundle) as tar:
+                tar.extractall(temporary, filter="data")
+            for file in sorted(Path(temporary).rglob("*")):
+                place = folder / file.relative_to(temporary)
+                if file.is_file():
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(file, place)
         mark(folder, parts)
         say(f"compile cache restored from {run.compile_cache}")
         return "restored"

@@ -35,7 +35,7 @@ from draftsmith.provenance.recorder import Recorder
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.rundir import RunDir
 from draftsmith.sinks import check, open_sinks
-from draftsmith.target.features import FeatureSource, FileFeatures, features_folder, write_features
+from draftsmith.target.features import FeatureSource, FileFeatures, TimedFeatures, features_folder, write_features
 from draftsmith.target.model import (
     FeatureExtractor,
     Target,
@@ -135,6 +135,7 @@ def prepare(
     else:
         notes.append("nothing is held out, so no held-out loss")
     steps = settings.steps or ceil((settings.epochs or 0) * len(loader.plan(0)) / settings.rows_per_step)
+    compiling.check_fp8(config, target.device)
     gpu = target.device.type == "cuda"
     compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
@@ -200,16 +201,22 @@ def train(
                 write_text(run.config, config.dump())
         if world.role == "target":
             extract = FeatureExtractor(plan.target, plan.spec.feature_layers, plan.feature_dtype)
-            compiler = make_compiler(config, plan, world, lambda message: None, recorder)
+            compiler = make_compiler(config, plan, world, print if world.index == 0 else lambda message: None, recorder)
             if compiler is not None:
                 compiler.warm_up(None, extract)
                 compiler.arm()
+            source = extract if compiler is None else compiling.Guarded(extract, compiler)
             begin = world.read("begin")
             served = RunDir(Path(begin["run"]))
             with recorder.recording(served):
-                facts = {"role": "target", "pins": plan.pins}
+                facts = {"role": "target", "pins": plan.pins, "compiled": compiler.facts if compiler else None}
                 recorder.built(facts, model_folder(config.target), config.store, plan.store.manifest.generation)
-                all_taken = serve(world, plan.loader, extract, plan.heldout_rows, begin, config.placement.run_ahead)
+                all_taken = serve(
+                    world, plan.loader, TimedFeatures(source, plan.target.device), plan.heldout_rows, begin,
+                    config.placement.run_ahead,
+                )  # fmt: skip
+                if compiler is not None:
+                    compiler.check(plan.steps)
             if not all_taken:  # rows that nobody will take are under way; their threads cannot be ended otherwise
                 os._exit(0)
             return served
@@ -232,7 +239,8 @@ def make_compiler(
     if not compiling.wanted(config, plan.target.device):
         return None
     parts = compiling.parts(config, plan.spec, plan.target)
-    return compiling.Compiler(config, world, parts, plan.target.device, say, recorder.fell_back)
+    with world.together("compile cache"):
+        return compiling.Compiler(config, world, parts, plan.target.device, say, recorder.fell_back)
 
 
 def row_bytes(config: Config, plan: Plan) -> int:

@@ -112,10 +112,11 @@ _adamw: Any = torch.compile(adamw, fullgraph=True, dynamic=True)
 
 
 def clip_factor(gradients: Sequence[Tensor], most: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim float32."""
+    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim, at least float32."""
     if not gradients:
         return torch.zeros((), device=device), torch.ones((), device=device)
-    norms = torch._foreach_norm(list(gradients), 2.0, torch.float32)
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(list(gradients), 2.0, wide)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return norm, (most / (norm + 1e-6)).clamp(max=1.0)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from draftsmith.data.loader import Loader
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource, TimedFeatures
-from draftsmith.target.model import FeatureExtractor
 from draftsmith.train.dist import World
 from draftsmith.train.floor import PAUSES
 from draftsmith.train.schedule import rows_of_target
@@ -38,8 +37,8 @@ class KnownRows:
 
 
 def serve(
-    world: World, loader: Loader, extract: FeatureExtractor, heldout_rows: Sequence[PackedRow],
-    begin: Mapping[str, Any], run_ahead: int,
+    world: World, loader: Loader, source: TimedFeatures, heldout_rows: Sequence[PackedRow], begin: Mapping[str, Any],
+    run_ahead: int,
 ) -> bool:  # fmt: skip
     """A target's whole life: features of its rows, in order; False if the drafters stopped before all were sent.
 
@@ -48,11 +47,11 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the drafters decide when to stop, and say so
     if world.index == 0:
-        send_heldout(world, [extract.row(row) for row in heldout_rows if row.anchor_count])
+        send_heldout(world, [source.row(row) for row in heldout_rows if row.anchor_count])
+        source.take()
     rows = rows_of_target(begin["first"], begin["last"], world.targets, world.index)
     try:
-        timed = TimedFeatures(extract, extract.target.device)
-        serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), timed)
+        serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), source)
     except Stopped:
         return False
     return True
