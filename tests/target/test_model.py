@@ -148,7 +148,7 @@ def test_a_target_whose_documents_see_each_other_is_refused(target_folder, monke
 
     @functools.wraps(real)
     def leaking(self, input_ids, **rest):
-        return real(self, input_ids, attention_mask=torch.ones_like(input_ids), **rest)
+        return real(self, input_ids, **{**rest, "attention_mask": torch.ones_like(input_ids)})
 
     monkeypatch.setattr(Qwen3Model, "forward", leaking)
     assert not keeps_documents_apart(good)
