@@ -31,7 +31,8 @@ GEOMETRY = "qwen3-8b"
 
 def drafter() -> dict[str, Any]:
     """The drafter alone on given features: time by part, peak memory, ceilings of the same process."""
-    from draftsmith.bench import Bench, Shape, roofline
+    from draftsmith.bench import Bench, roofline
+    from draftsmith.geometry import Shape
 
     begin = time.monotonic()
     bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
@@ -52,7 +53,8 @@ drafter_again = drafter
 
 def end_to_end() -> dict[str, Any]:
     """Target and drafter in one process."""
-    from draftsmith.bench import Bench, Shape, render
+    from draftsmith.bench import Bench, render
+    from draftsmith.geometry import Shape
 
     begin = time.monotonic()
     bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
@@ -68,7 +70,8 @@ def long() -> dict[str, Any]:
     """Rows of 65,536 tokens with 1,536 anchors, target and drafter in one process: does it fit?"""
     import torch
 
-    from draftsmith.bench import Bench, Shape
+    from draftsmith.bench import Bench
+    from draftsmith.geometry import Shape
 
     bench = Bench(GEOMETRY, Shape(65536, 1536), "cuda", fields=_fields())
     bench.build()
@@ -84,7 +87,8 @@ def long() -> dict[str, Any]:
 
 def fp8() -> dict[str, Any]:
     """The linear layers of both in 8 bits: an experiment."""
-    from draftsmith.bench import Bench, Shape
+    from draftsmith.bench import Bench
+    from draftsmith.geometry import Shape
 
     bench = Bench(GEOMETRY, Shape(), "cuda", fields=[*_fields(), "train.fp8=both"])
     bench.build()
@@ -100,7 +104,8 @@ def peer() -> dict[str, Any]:
     from speculators.train.optimizers import build_optimizers
     from transformers import Qwen3Config
 
-    from draftsmith.bench import GEOMETRIES, Shape, drafter_spec, random_row, roofline, timed
+    from draftsmith.bench import roofline, timed
+    from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec, random_row
 
     shape, geometry = Shape(), GEOMETRIES[GEOMETRY]
     spec, device = drafter_spec(geometry, shape), torch.device("cuda")

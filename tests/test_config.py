@@ -210,3 +210,10 @@ def test_yaml_tags_build_no_objects():
 )
 def test_what_we_ship_is_valid(path):
     assert load_config(path).name
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "examples").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_example_is_a_config(path):
+    assert load_config(path).name

@@ -207,7 +207,8 @@ def _train(args: argparse.Namespace, config: Config) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from draftsmith.bench import Bench, Shape, render
+    from draftsmith.bench import Bench, render
+    from draftsmith.geometry import Shape
 
     shape = Shape(args.row_tokens, args.anchors, args.block_size, args.layers, documents=args.documents)
     bench = Bench(args.geometry, shape, args.device, rows_per_step=args.rows_per_step, fields=args.overrides)

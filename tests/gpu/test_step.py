@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.bench import Bench, Shape
+from draftsmith.bench import Bench
 from draftsmith.drafter.fp8 import available
+from draftsmith.geometry import Shape
 
 pytestmark = [
     pytest.mark.gpu,
