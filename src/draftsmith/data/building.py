@@ -164,9 +164,12 @@ class Build:
             write_text(self.work / "progress.json", json.dumps(asdict(self.progress)))
 
     def commit(self, *, tokenizer: str, eos: Sequence[int], sources: Sequence[Source]) -> StoreManifest:
-        """Make the store, or its next generation.  With nothing new to a base: no new generation."""
+        """Make the store, or its next generation.  With nothing new to a base: no new generation.  Raises InputError if
+        the store is no longer what it was: nobody's generation is overwritten."""
         self.finish_shard(sources)
         shards, base = self.progress.shards, self.base
+        if base is not None and layout.read_manifest(self.path) != base:
+            raise InputError(f"the store {self.path} has changed meanwhile: run the same command again")
         if not shards and base is None:
             why = ", ".join(f"{k} {v}" for k, v in self.counts.items() if v) or "no conversations"
             raise InputError(f"nothing to store in {self.path}: the data set is empty ({why})")

@@ -47,7 +47,7 @@ WHAT = "conversations (run `draftsmith generate` first)"
 
 def tokenize(config: Config) -> StoreManifest:
     """Read the conversations, write the store.  Raises InputError for unreadable input or an empty result."""
-    return _build(config, [config.conversations], None)
+    return _build(config, [config.conversations], grow=False)
 
 
 def append(config: Config, sources: Sequence[Path] = ()) -> StoreManifest:
@@ -56,20 +56,20 @@ def append(config: Config, sources: Sequence[Path] = ()) -> StoreManifest:
     Raises InputError if the store was made with another tokenizer, template or other settings.  If nothing is new, the
     generation stays; the counts returned say what was found.
     """
-    return _build(config, sources or [config.conversations], read_manifest(config.store))
+    return _build(config, sources or [config.conversations], grow=True)
 
 
-def _build(config: Config, files: Sequence[Path], base: StoreManifest | None) -> StoreManifest:
-    if base is None and config.store.exists():
-        raise InputError(exists(config.store))
+def _build(config: Config, files: Sequence[Path], *, grow: bool) -> StoreManifest:
+    _base(config, grow)  # what cannot be is said before anything is loaded or locked
     tokenizer = load_tokenizer(config.target)
     recipe = recipe_of(config, tokenizer)
     settings, name = recipe.settings.as_dict(), fingerprint(tokenizer)
-    if base is not None:
-        _same(config, base, name, settings)
     for file in files:
         next(iter(read_chunks(file, WHAT, size=1)), None)  # a file that is not there: before anything is written
     with writing(config.store):
+        base = _base(config, grow)  # only now does it stay what it is
+        if base is not None:
+            _same(config, base, name, settings)
         header = {"tokenizer": name, "settings": settings, "files": [str(f) for f in files]}
         with Build(config.store, base, header) as build:
             run = _Run(config, build, files, base)
@@ -82,6 +82,15 @@ def _build(config: Config, files: Sequence[Path], base: StoreManifest | None) ->
             if not build.counts and base is None:
                 raise InputError(f"{files[0]} is empty: there is nothing to tokenize")
             return build.commit(tokenizer=name, eos=recipe.eos, sources=run.sources)
+
+
+def _base(config: Config, grow: bool) -> StoreManifest | None:
+    """The generation to build on; none for the first.  Raises InputError for a store that is (not) there."""
+    if grow:
+        return read_manifest(config.store)
+    if config.store.exists():
+        raise InputError(exists(config.store))
+    return None
 
 
 class _Run:
