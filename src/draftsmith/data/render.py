@@ -44,10 +44,11 @@ class RewritesHistory(InputError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text of a conversation; `spans` are character ranges, one for each assistant message, ascending."""
+    """Text of a conversation; `spans` are character ranges, ascending; `answers`: of which message each."""
 
     text: str
     spans: tuple[Span, ...]
+    answers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,13 @@ class ChatTemplate:
                 contents = [m["content"] for m in messages]
                 for tried in (contents, [c.strip() for c in contents]):
                     if text == "".join(chain.from_iterable(zip_longest(skeleton.glue, tried, fillvalue=""))):
-                        return Rendered(text, tuple(_filled(skeleton, tried)))
+                        return Rendered(text, tuple(_filled(skeleton, tried)), tuple(skeleton.opens))
         return self.spans_by_prefixes(messages, tools)
 
     def spans_by_prefixes(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """As `spans`, with every prefix of this very conversation rendered: the plain version."""
         text = self.render(messages, tools)
-        out = []
+        out, answers = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self.render(messages[:i], tools, generation_prompt=True)
@@ -145,14 +146,15 @@ class ChatTemplate:
                 if not (until.startswith(before) and text.startswith(until)):
                     raise RewritesHistory
                 out.append((len(before), len(until)))
-        return Rendered(text, tuple(out))
+                answers.append(i)
+        return Rendered(text, tuple(out), tuple(answers))
 
     def turn(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """Only the last answer, with the history as the target saw it.  Raises RewritesHistory if not even that."""
         before, text = self.render(messages[:-1], tools, generation_prompt=True), self.render(messages, tools)
         if not text.startswith(before):
             raise RewritesHistory
-        return Rendered(text, ((len(before), len(text)),))
+        return Rendered(text, ((len(before), len(text)),), (len(messages) - 1,))
 
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         """None if the template does not treat contents as wholes, or shows a prefix otherwise than the whole."""
