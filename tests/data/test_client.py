@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,10 @@ import pytest
 from conftest import make_config, write_prompts
 from data.servers import FakeServer, echo, say, serving
 
+from draftsmith.data import answers
+from draftsmith.data import generate as generating
 from draftsmith.data.answers import Reply, flags, is_repeating, split_reasoning
+from draftsmith.data.building import writing
 from draftsmith.data.client import base_url, parse_reply
 from draftsmith.data.generate import generate
 from draftsmith.data.messages import read_conversations
@@ -352,6 +356,71 @@ def test_two_at_once_are_refused(target_folder, tmp_path):
     with serving(behave) as (server,):
         generate(config_for([server], target_folder, tmp_path, "generate.concurrency=1"))
     assert f"being written by process {os.getpid()}" in inner[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("generate.seed=0", None), ("generate.temperature=0.9", "temperature was 0.0, is 0.9")],
+    ids=["same", "others"],
+)
+def test_answers_that_another_run_gave_meanwhile_are_known(target_folder, tmp_path, monkeypatch, override, said):
+    """The one is about to take the lock while the other runs from beginning to end."""
+    with serving(echo) as (server,):
+        config = config_for([server], target_folder, tmp_path)
+        late = config_for([server], target_folder, tmp_path, override)
+
+        def other_first(*args):
+            monkeypatch.undo()
+            generate(config)
+            return writing(*args)
+
+        monkeypatch.setattr(generating, "writing", other_first)
+        if said is None:
+            assert generate(late)["answered_before"] == 12
+        else:
+            with pytest.raises(InputError, match=said):
+                generate(late)
+        assert set(server.asked.values()) == {1} and len(lines(config)) == 12
+
+
+def test_a_refused_second_writer_leaves_the_live_file_alone(target_folder, tmp_path):
+    with serving(echo) as (server,):
+        config = config_for([server], target_folder, tmp_path)
+        generate(config)
+        with writing(config.conversations):
+            with open(config.conversations, "ab") as live:
+                live.write(b'{"id": "being written"')
+            before = config.conversations.read_bytes()
+            with pytest.raises(InputError, match="being written by"):
+                generate(config)
+            assert config.conversations.read_bytes() == before
+
+
+@pytest.mark.parametrize("room", [200, 1500])
+def test_a_full_disk_is_an_error_and_what_was_answered_is_kept(target_folder, tmp_path, room):
+    """A file size limit, which fails as a full disk does: in the settings, or in the middle of an answer."""
+    with serving(echo) as (server,):
+        config = config_for([server], target_folder, tmp_path, count=40)
+        before, old = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(InputError, match="make room, then run the same command again"):
+                generate(config)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, old)
+        kept = len(lines(config)) if config.conversations.exists() else 0
+        assert (kept > 0) == (room > 1000)
+        assert generate(config)["answered_before"] == kept and len(lines(config)) == 40
+
+
+def test_answers_that_cannot_be_synced_are_an_error(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(answers.os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device.*make room"), answers.AnswerFile(tmp_path / "a"):
+        pass
 
 
 # ---- a real server

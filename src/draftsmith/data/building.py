@@ -276,8 +276,9 @@ def writing(path: Path, what: str = "the store") -> Iterator[None]:
     """One writer of `path` at a time.  Raises InputError that names the other one.
 
     The lock is the kernel's (flock), so it ends with its process, however that ends; the file says who it is, which
-    also keeps a second host out where flock does not reach across.
+    also keeps a second host out where flock does not reach across.  A folder made for it goes if nothing was written.
     """
+    made = not path.parent.exists()
     make_folder(path.parent)
     file = path.with_name(f".{path.name}.lock")
     while True:
@@ -312,6 +313,9 @@ def writing(path: Path, what: str = "the store") -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         os.close(handle)
+        if made:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
 
 
 def _holder(content: bytes) -> dict[str, Any]:
