@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import TEMPLATE, make_config
 from test_render import QWEN3
 from test_tokenize import CHAT, RETOKENIZED, line, model_folder, run, say, slow, supervised_text, write_lines
 from tokenizers import Tokenizer
@@ -257,26 +257,41 @@ def test_odd_turns_are_left_out_by_their_reasons(tmp_path):
         line(2, [*CHAT[:3], say("assistant", "\n")]),
         line(3, [say("user", "q"), say("assistant", "a"), say("user", "r"), say("assistant", ""), *CHAT]),
         line(4, CHAT),
+        *(line(5, [*CHAT[:3], {**CHAT[3], k: "x\ud800"}]) for k in ("reasoning_content", "name")),
+        *({**line(6, CHAT[:2]), k: "x\ud800"} for k in ("id", "category")),
+        line(7, CHAT[:2], tools=[{"type": "function", "function": {"name": "x\ud800"}}]),
     ]
     _, store = run(tmp_path, lines, *DROP)
     found = {k: v for k, v in left_out(store).items() if "token" not in k}
-    assert found == {"empty_turn": 2, "lone_surrogate": 1, "no_answer": 1} and len(store) == 1
+    assert found == {"empty_turn": 2, "lone_surrogate": 6, "no_answer": 1} and len(store) == 1
 
 
 def test_bad_lines_are_skipped_counted_and_stop_past_the_limit(tmp_path, capsys):
-    config = make_config(model_folder(tmp_path / "m"), tmp_path, "tokenize.max_bad_lines=3")
+    config = make_config(model_folder(tmp_path / "m"), tmp_path, "tokenize.max_bad_lines=4")
     good = [json.dumps(line(i, [say("user", f"q{i}"), say("assistant", "a")])) for i in range(4)]
-    bad = ["{", json.dumps({"id": "x"}), json.dumps(line(9, [say("robot", "x")]))]
+    bad = ["{", json.dumps({"id": "x"}), json.dumps(line(9, [say("robot", "x")])), '{"id": ' + "1" * 5000 + "}"]
     config.conversations.parent.mkdir(parents=True)
-    config.conversations.write_text("\n".join([good[0], bad[0], good[1], bad[1], bad[2], good[2]]))
-    assert tokenize(config).counts["bad_lines"] == 3
+    config.conversations.write_text("\n".join([good[0], bad[0], good[1], bad[1], bad[2], bad[3], good[2]]))
+    assert tokenize(config).counts["bad_lines"] == 4
     said = capsys.readouterr().err.splitlines()
-    assert [x.split(":")[2] for x in said] == ["2", "4", "5"] and all("conversations.jsonl" in x for x in said)
+    assert [x.split(":")[2] for x in said] == ["2", "4", "5", "6"] and all("conversations.jsonl" in x for x in said)
     other = make_config(tmp_path / "m", tmp_path, "tokenize.max_bad_lines=2", f"data_dir={tmp_path}/o",
                         f"tokenize.conversations={config.conversations}")  # fmt: skip
     with pytest.raises(InputError, match=r"jsonl:5: .*\(3 bad lines, tokenize\.max_bad_lines is 2\)"):
         tokenize(other)
     assert not (tmp_path / "o" / "store").exists()
+
+
+def test_a_tool_call_that_the_template_cannot_show_is_a_bad_line(tmp_path):
+    template = TEMPLATE.replace("m['content'] +", "m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}{% endfor %}{{", 1)  # fmt: skip
+    called = [
+        say("user", "q"), {**say("assistant", ""), "tool_calls": [{"function": {"arguments": "none"}}]},
+        say("tool", "4"), say("assistant", "a"),
+    ]  # fmt: skip
+    config = make_config(model_folder(tmp_path / "m", template), tmp_path, "tokenize.max_bad_lines=1")
+    write_lines(config, [line(0, CHAT), line(1, called)])
+    counts = tokenize(config).counts
+    assert (counts["bad_lines"], counts["kept"]) == (1, 1)
 
 
 def test_a_date_in_the_template_does_not_change_its_name(tmp_path, monkeypatch):

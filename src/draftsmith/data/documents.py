@@ -157,7 +157,7 @@ class Worker:
             raise LeftOut(f"finish_reason_{finish}")
         if messages[-1]["role"] != "assistant" or not _says(messages[-1]):
             raise LeftOut("no_answer")
-        if any(has_lone_surrogate(m["content"]) for m in messages):
+        if has_lone_surrogate([conversation.id, conversation.category, messages, conversation.tools]):
             raise LeftOut("lone_surrogate")
         if not all(_says(m) for m in messages if m["role"] != "tool"):
             raise LeftOut("empty_turn")
