@@ -387,6 +387,23 @@ def test_a_store_that_changed_under_the_lock_is_not_written(tmp_path):
     assert read_manifest(config.store) == newest and verify(config.store) == []
 
 
+@pytest.mark.parametrize("whole", [0, 5], ids=["nothing else", "after others"])
+def test_a_line_still_being_written_is_left_to_the_next_append(tmp_path, capsys, whole):
+    config = place(tmp_path, some(20, 25), "tokenize.max_bad_lines=5")
+    tokenize(config)
+    file = tmp_path / "live.jsonl"
+    lines = "".join(json.dumps(x) + "\n" for x in some(0, whole + 1))
+    file.write_text(lines[:-40])
+    assert append(config, [file]).counts["read"] == 5 + whole
+    assert "live.jsonl: its last line is half written" in capsys.readouterr().err
+    file.write_text(lines[:-1])  # without an end, but whole
+    grown = append(config, [file])
+    assert grown.counts["kept"] == len(Store(config.store)) == 5 + whole + 1 and not grown.counts.get("bad_lines")
+    file.write_text(lines + json.dumps(some(30, 31)[0]) + "\n")
+    assert append(config, [file]).counts["read"] == 5 + whole + 2
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("change", "refused"),
     [

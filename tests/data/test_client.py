@@ -223,6 +223,21 @@ def test_multi_turn_each_answer_in_its_turn(target_folder, tmp_path):
         assert only["generated"] == [4]
 
 
+def test_an_answer_with_half_a_character_ends_the_conversation(target_folder, tmp_path):
+    """It could not be sent as the history of the next turn."""
+    turns = [{"role": r, "content": c} for r, c in (("user", "odd"), ("assistant", "b"), ("user", "c"))]
+    with serving(lambda s, b: say("x\ud800") if b["messages"][0]["content"] == "odd" else echo(s, b)) as (server,):
+        config = config_for([server], target_folder, tmp_path, "generate.attempts=3", count=2)
+        with open(config.generate.prompts, "a") as out:
+            out.write(json.dumps({"id": "m", "messages": turns}) + "\n")
+        counts = generate(config)
+        assert counts["finish_stop"] == 3 and not {"retries", "failed"} & counts.keys()
+        assert generate(config)["answered_before"] == 3 and set(server.asked.values()) == {1}
+    assert {x["id"]: len(x["messages"]) for x in lines(config)} == {"p0": 2, "p1": 2, "m": 2}
+    left = tokenize(config).counts
+    assert (left["kept"], left["lone_surrogate"]) == (2, 1)
+
+
 def test_tools_are_kept_and_sent(target_folder, tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -299,7 +314,10 @@ def test_flags():
     assert split_reasoning("<think>\nwhy\n</think>\n\nso") == ("why", "so") and split_reasoning("so") == ("", "so")
 
 
-@pytest.mark.parametrize("value", [{}, {"choices": []}, {"choices": [{}]}, {"choices": [{"message": None}]}])
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"choices": []}, {"choices": [{}]}, {"choices": [{"message": None}]}, {"choices": [{"message": {"content": [1]}}]}],
+)  # fmt: skip
 def test_an_answer_that_is_none_is_noticed(value):
     with pytest.raises((KeyError, IndexError, TypeError, AttributeError)):
         parse_reply(value, 8)

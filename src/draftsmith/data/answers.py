@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from draftsmith.data.building import disk
-from draftsmith.data.messages import prompt_digest, read_jsonl
+from draftsmith.data.messages import has_lone_surrogate, prompt_digest, read_jsonl
 from draftsmith.errors import InputError
 from draftsmith.files import write_text
 from draftsmith.records import Conversation, Prompt, read_json, to_json
@@ -46,7 +46,8 @@ class Reply:
 class Talk:
     """A conversation being held: the prompt's turns, each assistant turn written by the target in its turn.
 
-    It ends early at an answer that did not end by itself: what would follow answers something else.
+    It ends early at an answer that did not end by itself, for what would follow answers something else, and at one
+    with half a character, which cannot be sent.
     """
 
     def __init__(self, prompt: Prompt, reasoning: str) -> None:
@@ -65,7 +66,7 @@ class Talk:
     @property
     def done(self) -> bool:
         return len(self.messages) > len(self.prompt.messages) or (
-            bool(self.replies) and self.replies[-1].finish_reason != "stop"
+            bool(self.replies) and (self.replies[-1].finish_reason != "stop" or has_lone_surrogate(self.messages[-1]))
         )
 
     def take(self, reply: Reply) -> None:

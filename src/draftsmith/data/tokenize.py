@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from draftsmith.config import Config
 from draftsmith.data import building
 from draftsmith.data.building import Build, Source, exists, writing
 from draftsmith.data.documents import DocumentSettings, Made, Recipe
-from draftsmith.data.messages import Chunk, Leniency, read_chunks
+from draftsmith.data.messages import BadLine, Chunk, Leniency, parse_lines, read_chunks
 from draftsmith.data.render import ChatTemplate
 from draftsmith.data.store import read_manifest
 from draftsmith.data.workers import ChunkMaker, worker_count
@@ -125,7 +126,7 @@ class _Run:
             print(f"{file}: its first {skipped} {'bytes' if lines else 'entries'} are in the store already")
             progress.advance((known.size if lines else 0) >> 10)
         shown = known.size >> 10
-        for made in make(hashed.over(read_chunks(file, WHAT, known.position), lines)):
+        for made in make(hashed.over(without_half_line(read_chunks(file, WHAT, known.position)), lines)):
             self._take(made)
             done = made.chunk_position if lines else 0
             size, digest = (done, hashed.at(done)) if lines else (file.stat().st_size, "")
@@ -197,6 +198,19 @@ class HashedPrefix:
         while self.digests[0][0] < position:
             self.digests.popleft()
         return self.digests[0][1]
+
+
+def without_half_line(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Up to a last line still being written: without an end, and no JSON yet.  An append reads on from there."""
+    for chunk in chunks:
+        whole = chunk.data.rfind(b"\n") + 1
+        rest = chunk.data[whole:]
+        if any(isinstance(value, BadLine) for _, value in parse_lines(replace(chunk, data=rest))):
+            print(f"{chunk.file}: its last line is half written: left to `draftsmith data append`", file=sys.stderr)
+            if whole:
+                yield replace(chunk, data=chunk.data[:whole], position=chunk.position - len(rest))
+            return
+        yield chunk
 
 
 def is_lines(file: Path) -> bool:
