@@ -19,7 +19,6 @@ import pytest
 from conftest import make_config, write_prompts
 from data.servers import FakeServer, echo, say, serving
 
-from draftsmith.data import answers
 from draftsmith.data import generate as generating
 from draftsmith.data.answers import Reply, flags, is_repeating, split_reasoning
 from draftsmith.data.building import writing
@@ -430,15 +429,6 @@ def test_a_full_disk_is_an_error_and_what_was_answered_is_kept(target_folder, tm
         kept = len(lines(config)) if config.conversations.exists() else 0
         assert (kept > 0) == (room > 1000)
         assert generate(config)["answered_before"] == kept and len(lines(config)) == 40
-
-
-def test_answers_that_cannot_be_synced_are_an_error(tmp_path, monkeypatch):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(answers.os, "fsync", full)
-    with pytest.raises(InputError, match="No space left on device.*make room"), answers.AnswerFile(tmp_path / "a"):
-        pass
 
 
 # ---- a real server

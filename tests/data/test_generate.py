@@ -10,6 +10,7 @@ import torch
 from conftest import TEMPLATE, make_config, write_prompts, write_target, write_tokenizer
 
 from draftsmith.config import Config
+from draftsmith.data import answers
 from draftsmith.data import engine as engine_module
 from draftsmith.data.engine import answer_batch
 from draftsmith.data.generate import generate
@@ -305,6 +306,15 @@ def test_a_bad_line_is_said_once(config, target, capsys):
     more = config.model_copy(update={"generate": config.generate.model_copy(update={"max_bad_lines": 1})})
     assert generate(more, target)["prompts"] == 12
     assert capsys.readouterr().err.count("prompts.jsonl:13: not JSON") == 1
+
+
+def test_answers_that_cannot_be_synced_are_an_error(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(answers.os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device.*make room"), answers.AnswerFile(tmp_path / "a"):
+        pass
 
 
 def test_static_batches_where_there_is_no_gpu_are_said_and_recorded(config, target, tmp_path, target_folder, capsys):
