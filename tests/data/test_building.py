@@ -17,8 +17,9 @@ from conftest import make_config, write_target
 from test_tokenize import line, model_folder, say, write_lines
 
 from draftsmith.cli import main
-from draftsmith.data import building, messages
-from draftsmith.data.building import writing
+from draftsmith.data import building, documents, messages
+from draftsmith.data import tokenize as tokenizing
+from draftsmith.data.building import write_store, writing
 from draftsmith.data.store import Store, read_manifest, verify
 from draftsmith.data.tokenize import append, tokenize
 from draftsmith.errors import InputError
@@ -115,17 +116,23 @@ def test_sources_are_known_by_their_content(tmp_path, capsys):
     assert third.counts["read"] - second.counts["read"] == 15 and third.counts["kept"] == 45
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path, workers, request):
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     lines = [{**x, "id": f"{x['id']}-{k}"} for k, x in enumerate(some(0, 300) + some(100, 200))]
-    config = place(tmp_path, lines, f"tokenize.workers={workers}")
-    counts = tokenize(config).counts
-    assert counts["kept"] == 300 and counts["duplicate"] == 100
-    (content,) = shards(config).values()
-    wanted = request.config.cache.get("draftsmith/workers", None) if workers else None
-    digest = messages.hashlib.sha256(content).hexdigest()
-    request.config.cache.set("draftsmith/workers", digest)
-    assert wanted in (None, digest)
+    written = []
+    for workers in (0, 1, 2):
+        config = place(tmp_path / str(workers), lines, f"tokenize.workers={workers}")
+        counts = tokenize(config).counts
+        assert counts["kept"] == 300 and counts["duplicate"] == 100
+        written.append(list(shards(config).values()))
+    assert len(written[0]) == 1 and written[0] == written[1] == written[2]
+
+
+def test_a_worker_that_stops_early_is_no_end_of_the_file(tmp_path, monkeypatch):
+    config = place(tmp_path, some(0, 10), "tokenize.workers=0")
+    monkeypatch.setattr(documents.Worker, "chunk", lambda *_: next(iter(())))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        tokenize(config)
+    assert not config.store.exists()
 
 
 def test_workers_import_no_torch():
@@ -346,6 +353,55 @@ def test_two_writers_at_once_are_refused(tmp_path):
     tokenize(config)
     with writing(config.store), pytest.raises(InputError, match="being written by"):
         append(config)
+
+
+def test_an_append_that_commits_while_another_begins_is_built_on(tmp_path, monkeypatch):
+    """The one is loading its tokenizer while the other runs from beginning to end."""
+    config = place(tmp_path, some(0, 10))
+    tokenize(config)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for n, file in enumerate(files, 1):
+        file.write_text("".join(json.dumps(x) + "\n" for x in some(10 * n, 10 * n + 10)))
+    load, inner = tokenizing.load_tokenizer, []
+
+    def slowly(target):
+        if not inner:
+            inner.append(None)
+            inner[0] = append(config, files[:1])
+        return load(target)
+
+    monkeypatch.setattr(tokenizing, "load_tokenizer", slowly)
+    assert append(config, files[1:]).generation == 3
+    assert len(Store(config.store)) == 30 and verify(config.store) == []
+    assert len(Store(config.store, fingerprint=inner[0].fingerprint)) == 20
+
+
+def test_a_store_that_changed_under_the_lock_is_not_written(tmp_path):
+    config = place(tmp_path, some(0, 10))
+    base = tokenize(config)
+    write_lines(config, some(0, 20))
+    newest = append(config)
+    with pytest.raises(InputError, match="has changed meanwhile"):
+        write_store(config.store, [Store(config.store).document(0)], tokenizer="t", eos_token_ids=[2], sources={},
+                    counts={}, base=base)  # fmt: skip
+    assert read_manifest(config.store) == newest and verify(config.store) == []
+
+
+@pytest.mark.parametrize("whole", [0, 5], ids=["nothing else", "after others"])
+def test_a_line_still_being_written_is_left_to_the_next_append(tmp_path, capsys, whole):
+    config = place(tmp_path, some(20, 25), "tokenize.max_bad_lines=5")
+    tokenize(config)
+    file = tmp_path / "live.jsonl"
+    lines = "".join(json.dumps(x) + "\n" for x in some(0, whole + 1))
+    file.write_text(lines[:-40])
+    assert append(config, [file]).counts["read"] == 5 + whole
+    assert "live.jsonl: its last line is half written" in capsys.readouterr().err
+    file.write_text(lines[:-1])  # without an end, but whole
+    grown = append(config, [file])
+    assert grown.counts["kept"] == len(Store(config.store)) == 5 + whole + 1 and not grown.counts.get("bad_lines")
+    file.write_text(lines + json.dumps(some(30, 31)[0]) + "\n")
+    assert append(config, [file]).counts["read"] == 5 + whole + 2
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import pytest
 from conftest import make_config, write_prompts
 from data.servers import FakeServer, echo, say, serving
 
+from draftsmith.data import generate as generating
 from draftsmith.data.answers import Reply, flags, is_repeating, split_reasoning
+from draftsmith.data.building import writing
 from draftsmith.data.client import base_url, parse_reply
 from draftsmith.data.generate import generate
 from draftsmith.data.messages import read_conversations
@@ -219,6 +222,21 @@ def test_multi_turn_each_answer_in_its_turn(target_folder, tmp_path):
         assert only["generated"] == [4]
 
 
+def test_an_answer_with_half_a_character_ends_the_conversation(target_folder, tmp_path):
+    """It could not be sent as the history of the next turn."""
+    turns = [{"role": r, "content": c} for r, c in (("user", "odd"), ("assistant", "b"), ("user", "c"))]
+    with serving(lambda s, b: say("x\ud800") if b["messages"][0]["content"] == "odd" else echo(s, b)) as (server,):
+        config = config_for([server], target_folder, tmp_path, "generate.attempts=3", count=2)
+        with open(config.generate.prompts, "a") as out:
+            out.write(json.dumps({"id": "m", "messages": turns}) + "\n")
+        counts = generate(config)
+        assert counts["finish_stop"] == 3 and not {"retries", "failed"} & counts.keys()
+        assert generate(config)["answered_before"] == 3 and set(server.asked.values()) == {1}
+    assert {x["id"]: len(x["messages"]) for x in lines(config)} == {"p0": 2, "p1": 2, "m": 2}
+    left = tokenize(config).counts
+    assert (left["kept"], left["lone_surrogate"]) == (2, 1)
+
+
 def test_tools_are_kept_and_sent(target_folder, tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -295,7 +313,10 @@ def test_flags():
     assert split_reasoning("<think>\nwhy\n</think>\n\nso") == ("why", "so") and split_reasoning("so") == ("", "so")
 
 
-@pytest.mark.parametrize("value", [{}, {"choices": []}, {"choices": [{}]}, {"choices": [{"message": None}]}])
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"choices": []}, {"choices": [{}]}, {"choices": [{"message": None}]}, {"choices": [{"message": {"content": [1]}}]}],
+)  # fmt: skip
 def test_an_answer_that_is_none_is_noticed(value):
     with pytest.raises((KeyError, IndexError, TypeError, AttributeError)):
         parse_reply(value, 8)
@@ -352,6 +373,62 @@ def test_two_at_once_are_refused(target_folder, tmp_path):
     with serving(behave) as (server,):
         generate(config_for([server], target_folder, tmp_path, "generate.concurrency=1"))
     assert f"being written by process {os.getpid()}" in inner[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("generate.seed=0", None), ("generate.temperature=0.9", "temperature was 0.0, is 0.9")],
+    ids=["same", "others"],
+)
+def test_answers_that_another_run_gave_meanwhile_are_known(target_folder, tmp_path, monkeypatch, override, said):
+    """The one is about to take the lock while the other runs from beginning to end."""
+    with serving(echo) as (server,):
+        config = config_for([server], target_folder, tmp_path)
+        late = config_for([server], target_folder, tmp_path, override)
+
+        def other_first(*args):
+            monkeypatch.undo()
+            generate(config)
+            return writing(*args)
+
+        monkeypatch.setattr(generating, "writing", other_first)
+        if said is None:
+            assert generate(late)["answered_before"] == 12
+        else:
+            with pytest.raises(InputError, match=said):
+                generate(late)
+        assert set(server.asked.values()) == {1} and len(lines(config)) == 12
+
+
+def test_a_refused_second_writer_leaves_the_live_file_alone(target_folder, tmp_path):
+    with serving(echo) as (server,):
+        config = config_for([server], target_folder, tmp_path)
+        generate(config)
+        with writing(config.conversations):
+            with open(config.conversations, "ab") as live:
+                live.write(b'{"id": "being written"')
+            before = config.conversations.read_bytes()
+            with pytest.raises(InputError, match="being written by"):
+                generate(config)
+            assert config.conversations.read_bytes() == before
+
+
+@pytest.mark.parametrize("room", [200, 1500])
+def test_a_full_disk_is_an_error_and_what_was_answered_is_kept(target_folder, tmp_path, room):
+    """A file size limit, which fails as a full disk does: in the settings, or in the middle of an answer."""
+    with serving(echo) as (server,):
+        config = config_for([server], target_folder, tmp_path, count=40)
+        before, old = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(InputError, match="make room, then run the same command again"):
+                generate(config)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, old)
+        kept = len(lines(config)) if config.conversations.exists() else 0
+        assert (kept > 0) == (room > 1000)
+        assert generate(config)["answered_before"] == kept and len(lines(config)) == 40
 
 
 # ---- a real server

@@ -7,12 +7,13 @@ import time
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import TEMPLATE, make_config
 from test_render import QWEN3
-from test_tokenize import CHAT, line, model_folder, run, say, slow, supervised_text, write_lines
+from test_tokenize import CHAT, RETOKENIZED, line, model_folder, run, say, slow, supervised_text, write_lines
 from tokenizers import Tokenizer
 
 from draftsmith.config import TargetConfig
+from draftsmith.data import messages
 from draftsmith.data.documents import agrees, cut_windows, most_characters
 from draftsmith.data.spans import SpanEncoder, spans_to_tokens, token_bytes, token_spans
 from draftsmith.data.store import Document, Store, describe
@@ -132,11 +133,15 @@ def test_answers_with_another_number_of_tokens_are_counted(tmp_path):
 # ---- history shown otherwise
 
 
+PER_TURN = "tokenize.rewritten_history=per_turn"
+THOUGHT = [
+    say("user", "q"), {**say("assistant", "a"), "reasoning_content": "why"},
+    say("user", "r"), {**say("assistant", "b"), "reasoning_content": "so"},
+]  # fmt: skip
+
+
 def test_one_document_an_answer_where_history_is_rewritten(tmp_path):
-    messages = [
-        say("user", "q"), {**say("assistant", "a"), "reasoning_content": "why"},
-        say("user", "r"), {**say("assistant", "b"), "reasoning_content": "so"},
-    ]  # fmt: skip
+    messages = THOUGHT
     with pytest.raises(InputError, match="tokenize.rewritten_history=per_turn"):
         run(tmp_path, [line(0, messages)], template=QWEN3)
     config, store = run(tmp_path, [line(0, messages)], "tokenize.rewritten_history=per_turn", template=QWEN3)
@@ -148,6 +153,22 @@ def test_one_document_an_answer_where_history_is_rewritten(tmp_path):
     config, store = run(tmp_path / "own", [line(0, messages, generated=[3])], "tokenize.rewritten_history=per_turn",
                         template=QWEN3)  # fmt: skip
     assert len(store) == 1 and "so" in supervised_text(store, config)[0]
+
+
+def test_an_answer_by_itself_that_was_cut_teaches_no_stop(tmp_path):
+    config, store = run(tmp_path, [line(0, THOUGHT, "length")], PER_TURN, template=QWEN3)
+    found = [supervised_text(store, config, i)[0] for i in range(2)]
+    assert [x.endswith("<|im_end|>") for x in found] == [True, False] and found[1].endswith("b")
+
+
+def test_no_answer_of_the_targets_ends_no_file(tmp_path, monkeypatch):
+    """In the middle of the file, in a chunk of its own."""
+    monkeypatch.setattr(messages.read_chunks, "__defaults__", (0, 700))
+    lines = [line(i, [say("user", f"q{i}"), say("assistant", "a")]) for i in range(20)]
+    lines[10] = line(10, THOUGHT, generated=[])
+    _, store = run(tmp_path, lines, PER_TURN, "tokenize.workers=0", "tokenize.heldout_fraction=0", template=QWEN3)
+    counts = {k: v for k, v in store.manifest.counts.items() if v and k not in RETOKENIZED}
+    assert counts == {"read": 20, "kept": 19, "no_supervised_tokens": 1} and len(store) == 19
 
 
 def test_template_variables_reach_the_template(tmp_path):
@@ -184,6 +205,16 @@ def test_long_conversations_as_configured(tmp_path):
     assert text == "y" * 300 + "<|im_end|>z<|im_end|>"
     with pytest.raises(InputError, match=r"'c0' has 3\d\d tokens, a document holds 100 .*long_documents is refuse"):
         run(tmp_path / "no", [line(0, long)], "tokenize.max_tokens=100", "tokenize.long_documents=refuse")
+
+
+def test_turns_out_of_reach_are_counted_and_make_no_others_answer_the_targets(tmp_path):
+    far = [say("user", "q"), say("assistant", "GIVEN"), say("user", "r"), say("assistant", "word " * 100_000)]
+    config, store = run(tmp_path, [line(0, far, generated=[3]), line(1, far, generated=[1, 3]), line(2, CHAT)], *DROP,
+                        "train.row_tokens=256", merges=True)  # fmt: skip
+    assert [store.identity(i) for i in range(len(store))] == ["c1", "c2"]
+    assert supervised_text(store, config) == ["GIVEN<|im_end|>"]
+    counts = left_out(store)
+    assert (counts["no_supervised_tokens"], counts["shortened"], counts["token_count_known"]) == (1, 1, 1)
 
 
 def test_a_message_of_ten_megabytes_is_left_out_before_it_is_tokenized(tmp_path):
@@ -226,26 +257,41 @@ def test_odd_turns_are_left_out_by_their_reasons(tmp_path):
         line(2, [*CHAT[:3], say("assistant", "\n")]),
         line(3, [say("user", "q"), say("assistant", "a"), say("user", "r"), say("assistant", ""), *CHAT]),
         line(4, CHAT),
+        *(line(5, [*CHAT[:3], {**CHAT[3], k: "x\ud800"}]) for k in ("reasoning_content", "name")),
+        *({**line(6, CHAT[:2]), k: "x\ud800"} for k in ("id", "category")),
+        line(7, CHAT[:2], tools=[{"type": "function", "function": {"name": "x\ud800"}}]),
     ]
     _, store = run(tmp_path, lines, *DROP)
     found = {k: v for k, v in left_out(store).items() if "token" not in k}
-    assert found == {"empty_turn": 2, "lone_surrogate": 1, "no_answer": 1} and len(store) == 1
+    assert found == {"empty_turn": 2, "lone_surrogate": 6, "no_answer": 1} and len(store) == 1
 
 
 def test_bad_lines_are_skipped_counted_and_stop_past_the_limit(tmp_path, capsys):
-    config = make_config(model_folder(tmp_path / "m"), tmp_path, "tokenize.max_bad_lines=3")
+    config = make_config(model_folder(tmp_path / "m"), tmp_path, "tokenize.max_bad_lines=4")
     good = [json.dumps(line(i, [say("user", f"q{i}"), say("assistant", "a")])) for i in range(4)]
-    bad = ["{", json.dumps({"id": "x"}), json.dumps(line(9, [say("robot", "x")]))]
+    bad = ["{", json.dumps({"id": "x"}), json.dumps(line(9, [say("robot", "x")])), '{"id": ' + "1" * 5000 + "}"]
     config.conversations.parent.mkdir(parents=True)
-    config.conversations.write_text("\n".join([good[0], bad[0], good[1], bad[1], bad[2], good[2]]))
-    assert tokenize(config).counts["bad_lines"] == 3
+    config.conversations.write_text("\n".join([good[0], bad[0], good[1], bad[1], bad[2], bad[3], good[2]]))
+    assert tokenize(config).counts["bad_lines"] == 4
     said = capsys.readouterr().err.splitlines()
-    assert [x.split(":")[2] for x in said] == ["2", "4", "5"] and all("conversations.jsonl" in x for x in said)
+    assert [x.split(":")[2] for x in said] == ["2", "4", "5", "6"] and all("conversations.jsonl" in x for x in said)
     other = make_config(tmp_path / "m", tmp_path, "tokenize.max_bad_lines=2", f"data_dir={tmp_path}/o",
                         f"tokenize.conversations={config.conversations}")  # fmt: skip
     with pytest.raises(InputError, match=r"jsonl:5: .*\(3 bad lines, tokenize\.max_bad_lines is 2\)"):
         tokenize(other)
     assert not (tmp_path / "o" / "store").exists()
+
+
+def test_a_tool_call_that_the_template_cannot_show_is_a_bad_line(tmp_path):
+    template = TEMPLATE.replace("m['content'] +", "m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}{% endfor %}{{", 1)  # fmt: skip
+    called = [
+        say("user", "q"), {**say("assistant", ""), "tool_calls": [{"function": {"arguments": "none"}}]},
+        say("tool", "4"), say("assistant", "a"),
+    ]  # fmt: skip
+    config = make_config(model_folder(tmp_path / "m", template), tmp_path, "tokenize.max_bad_lines=1")
+    write_lines(config, [line(0, CHAT), line(1, called)])
+    counts = tokenize(config).counts
+    assert (counts["bad_lines"], counts["kept"]) == (1, 1)
 
 
 def test_a_date_in_the_template_does_not_change_its_name(tmp_path, monkeypatch):

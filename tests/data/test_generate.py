@@ -10,12 +10,13 @@ import torch
 from conftest import TEMPLATE, make_config, write_prompts, write_target, write_tokenizer
 
 from draftsmith.config import Config
+from draftsmith.data import answers
 from draftsmith.data import engine as engine_module
 from draftsmith.data.engine import answer_batch
 from draftsmith.data.generate import generate
 from draftsmith.data.messages import read_prompts
 from draftsmith.errors import InputError
-from draftsmith.target.model import Target, load_target
+from draftsmith.target.model import Target, load_target, load_tokenizer
 
 
 def prompt_ids(target: Target, content: str) -> list[int]:
@@ -215,6 +216,25 @@ def test_a_template_that_refuses_a_role_is_an_input_error(tmp_path):
     assert not config.data.exists()
 
 
+def test_a_template_that_stumbles_is_an_input_error(tmp_path):
+    """Given a tool call whose arguments are no JSON; with those that are, it is shown the object."""
+    shown = "m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}{% endfor %}{{"
+    folder = write_target(tmp_path / "m")
+    write_tokenizer(folder, TEMPLATE.replace("m['content'] +", shown, 1))
+    config = make_config(folder, tmp_path)
+    for arguments, said in (("none", r"prompts\.jsonl: the chat template refuses 'c': TypeError"), ('{"x": 1}', None)):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}
+        messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "4"}]
+        config.generate.prompts.write_text(json.dumps({"id": "c", "messages": messages}) + "\n")
+        if said is None:
+            tokenizer, prompt = load_tokenizer(config.target), read_prompts(config.generate.prompts)[0]
+            text = engine_module.prompt_text(tokenizer, prompt, prompt.messages, config)
+            assert "assistant\n[('x', 1)]<|im_end|>" in text
+        else:
+            with pytest.raises(InputError, match=said):
+                generate(config)
+
+
 def test_prompts_are_read_as_written(tmp_path):
     path = tmp_path / "p.jsonl"
     system = [{"role": "system", "content": "s"}, {"role": "user", "content": "é"}]
@@ -286,6 +306,15 @@ def test_a_bad_line_is_said_once(config, target, capsys):
     more = config.model_copy(update={"generate": config.generate.model_copy(update={"max_bad_lines": 1})})
     assert generate(more, target)["prompts"] == 12
     assert capsys.readouterr().err.count("prompts.jsonl:13: not JSON") == 1
+
+
+def test_answers_that_cannot_be_synced_are_an_error(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(answers.os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device.*make room"), answers.AnswerFile(tmp_path / "a"):
+        pass
 
 
 def test_static_batches_where_there_is_no_gpu_are_said_and_recorded(config, target, tmp_path, target_folder, capsys):

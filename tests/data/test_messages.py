@@ -57,12 +57,44 @@ def test_every_shape_is_the_same_conversation():
         {"messages": OPENAI, "generated": [1]},
         {"messages": OPENAI, "generated": [9]},
         {"prompt": None},
+        {"messages": ["a"], "system": "s"},
+        {"messages": OPENAI, "completion_tokens": float("inf")},
+        {"messages": OPENAI, "tools": "[" * 200_000},
     ],
-    ids=str,
+    ids=lambda value: str(value)[:99],
 )
 def test_what_is_no_conversation(value):
     with pytest.raises(BadLine, match="not a conversation"):
         parse_conversation(value, 1)
+
+
+HALF = "x\ud800"
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": HALF}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"id": HALF},
+        {"category": HALF},
+        {"tools": [{"type": "function", "function": {"name": HALF}}]},
+        {"tools": "[" * 200_000},
+        {"tools": '[{"a":' + "[" * 600 + "]" * 600 + "}]"},
+        {"system": "s", "messages": ["a"]},
+        {"messages": [*OPENAI[:2], {**OPENAI[2], "reasoning_content": HALF}, OPENAI[1]]},
+        {"messages": [*OPENAI[:2], {**OPENAI[2], "tool_calls": [CALL]}, OPENAI[1]]},
+        {"messages": [{**OPENAI[1], "name": HALF}]},
+        '{"prompt": "b", "n": ' + "1" * 5000 + "}",
+    ],
+    ids=lambda more: str(more)[:99],
+)
+def test_a_prompt_that_cannot_be_used_is_a_bad_line(tmp_path, more):
+    path = tmp_path / "p.jsonl"
+    bad = more if isinstance(more, str) else json.dumps({"messages": OPENAI[:2], **more})
+    path.write_text('{"prompt": "a"}\n' + bad + '\n{"prompt": "c"}\n')
+    assert [p.id for p in read_prompts(path, max_bad_lines=1)] == ["1", "3"]
+    with pytest.raises(InputError, match=r"p\.jsonl:2: not "):
+        read_prompts(path)
 
 
 def test_files_of_every_kind_hold_the_same(tmp_path):
@@ -99,6 +131,10 @@ def test_a_json_list_is_read_a_piece_at_a_time(tmp_path):
     path.write_text(json.dumps(big)[:-20])
     with pytest.raises(InputError, match=r"big\.json: entry 3: not JSON"):
         entries(path)
+    for odd in ("1" * 5000, "[" * 200_000):
+        path.write_text('[{"a": 1}, ' + odd + "]")
+        with pytest.raises(InputError, match=r"big\.json: entry 2: not JSON"):
+            entries(path)
     path.write_text('{"a": 1}')
     with pytest.raises(InputError, match="must hold a JSON list"):
         entries(path)

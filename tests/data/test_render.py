@@ -176,3 +176,42 @@ def test_dates_and_variables():
     chat = ChatTemplate("{{ strftime_now('%Y') }}{{ mood }}{{ {'a': '<'} | tojson }}", "", {"mood": "good"})
     assert chat.render([], now="then") == 'thengood{"a": "<"}'
     assert len(chat.render([])) == len("2025" + 'good{"a": "<"}')
+
+
+ITEMS = TEMPLATE.replace("m['content'] +", "m['content'] }}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments | items %}"
+                         "[{{ k }}={{ v }}]{% endfor %}{% endfor %}{{", 1)  # fmt: skip
+JSON = TEMPLATE.replace("m['content'] +", "m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{", 1)  # fmt: skip
+JOINED = TEMPLATE.replace("m['content'] +", "m['content'] }}{% for c in m.tool_calls or [] %}{{ 'f: ' + c.function.arguments }}{% endfor %}{{", 1)  # fmt: skip
+
+
+def calling(arguments) -> list[dict]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [(ITEMS, "[x=1]"), (JSON, '{"x": 1}'), (JOINED, 'f: {"x":1}')],
+    ids=["items", "json", "joined"],
+)
+def test_arguments_of_tool_calls_are_shown_as_the_template_wants_them(template, shown):
+    made = ChatTemplate(template, template, {})
+    messages = calling('{"x":1}')
+    assert made.render(messages) == f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{shown}<|im_end|>\n"
+    assert messages == calling('{"x":1}')
+    (span,) = made.spans(messages).spans
+    assert made.render(messages)[slice(*span)].startswith(shown)
+
+
+@pytest.mark.parametrize("arguments", ["no JSON", "[1]", 5, "[" * 200_000], ids=["text", "list", "number", "deep"])
+def test_what_a_template_stumbles_over_is_refused(arguments):
+    with pytest.raises(TemplateError, match="TypeError"):
+        ChatTemplate(ITEMS, ITEMS, {}).spans(calling(arguments))
+
+
+def test_tools_too_deep_to_be_shown_are_refused():
+    tools: list = []
+    for _ in range(2000):
+        tools = [tools]
+    with pytest.raises(TemplateError, match="RecursionError"):
+        ChatTemplate(TEMPLATE, "{{ tools | tojson }}" + TEMPLATE, {}).spans(calling("{}")[:1], tools)

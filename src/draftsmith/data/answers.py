@@ -17,9 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from draftsmith.data.messages import prompt_digest, read_jsonl
+from draftsmith.data.building import disk
+from draftsmith.data.messages import has_lone_surrogate, prompt_digest, read_jsonl
 from draftsmith.errors import InputError
-from draftsmith.files import make_folder, write_text
+from draftsmith.files import write_text
 from draftsmith.records import Conversation, Prompt, read_json, to_json
 
 SYNC_SECONDS = 2.0
@@ -45,7 +46,8 @@ class Reply:
 class Talk:
     """A conversation being held: the prompt's turns, each assistant turn written by the target in its turn.
 
-    It ends early at an answer that did not end by itself: what would follow answers something else.
+    It ends early at an answer that did not end by itself, for what would follow answers something else, and at one
+    with half a character, which cannot be sent.
     """
 
     def __init__(self, prompt: Prompt, reasoning: str) -> None:
@@ -64,7 +66,7 @@ class Talk:
     @property
     def done(self) -> bool:
         return len(self.messages) > len(self.prompt.messages) or (
-            bool(self.replies) and self.replies[-1].finish_reason != "stop"
+            bool(self.replies) and (self.replies[-1].finish_reason != "stop" or has_lone_surrogate(self.messages[-1]))
         )
 
     def take(self, reply: Reply) -> None:
@@ -130,11 +132,8 @@ class AnswerFile:
         self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> AnswerFile:
-        make_folder(self.path.parent)
-        try:
+        with disk(self.path):
             self.handle = open(self.path, "ab", buffering=0)
-        except OSError as error:
-            raise InputError(f"cannot write {self.path} ({error.strerror})") from error
         self.synced = time.monotonic()
         return self
 
@@ -152,29 +151,25 @@ class AnswerFile:
     def refused(self, prompt: Prompt, why: str) -> None:
         """A server will not take this prompt: remembered, so that it is not asked again."""
         self.counts["refused_by_server"] += 1
-        with open(refused_file(self.path), "ab", buffering=0) as handle:
+        with disk(self.path), open(refused_file(self.path), "ab", buffering=0) as handle:
             self._append(handle, json.dumps({"id": prompt.id, "prompt_digest": prompt_digest(prompt), "why": why}))
 
     def _append(self, handle: Any, line: str) -> None:
         content = (line + "\n").encode("utf-8", errors="backslashreplace")
-        try:
+        with disk(self.path):
             start = os.fstat(handle.fileno()).st_size
             if handle.write(content) != len(content):
                 os.ftruncate(handle.fileno(), start)
                 raise OSError(28, "no space left on device")
-        except OSError as error:
-            raise InputError(
-                f"cannot write {self.path} ({error.strerror}): make room, then run the same command again; every "
-                f"answer up to here is kept"
-            ) from error
 
     def sync(self) -> None:
-        os.fsync(self.handle.fileno())
+        with disk(self.path):
+            os.fsync(self.handle.fileno())
         self.synced = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.sync()
-        self.handle.close()
+        with self.handle:
+            self.sync()
 
 
 def refused_file(path: Path) -> Path:
@@ -188,7 +183,8 @@ def settings_file(path: Path) -> Path:
 def begin(path: Path, settings: dict[str, Any]) -> None:
     """Record what the answers depend on, before the first of them."""
     if not path.exists():
-        write_text(settings_file(path), json.dumps(settings, indent=2))
+        with disk(path):
+            write_text(settings_file(path), json.dumps(settings, indent=2))
 
 
 def resume(path: Path, settings: dict[str, Any]) -> dict[str, str]:

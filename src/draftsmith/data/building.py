@@ -164,9 +164,12 @@ class Build:
             write_text(self.work / "progress.json", json.dumps(asdict(self.progress)))
 
     def commit(self, *, tokenizer: str, eos: Sequence[int], sources: Sequence[Source]) -> StoreManifest:
-        """Make the store, or its next generation.  With nothing new to a base: no new generation."""
+        """Make the store, or its next generation.  With nothing new to a base: no new generation.  Raises InputError if
+        the store is no longer what it was: nobody's generation is overwritten."""
         self.finish_shard(sources)
         shards, base = self.progress.shards, self.base
+        if base is not None and layout.read_manifest(self.path) != base:
+            raise InputError(f"the store {self.path} has changed meanwhile: run the same command again")
         if not shards and base is None:
             why = ", ".join(f"{k} {v}" for k, v in self.counts.items() if v) or "no conversations"
             raise InputError(f"nothing to store in {self.path}: the data set is empty ({why})")
@@ -273,8 +276,9 @@ def writing(path: Path, what: str = "the store") -> Iterator[None]:
     """One writer of `path` at a time.  Raises InputError that names the other one.
 
     The lock is the kernel's (flock), so it ends with its process, however that ends; the file says who it is, which
-    also keeps a second host out where flock does not reach across.
+    also keeps a second host out where flock does not reach across.  A folder made for it goes if nothing was written.
     """
+    made = not path.parent.exists()
     make_folder(path.parent)
     file = path.with_name(f".{path.name}.lock")
     while True:
@@ -309,6 +313,9 @@ def writing(path: Path, what: str = "the store") -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         os.close(handle)
+        if made:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
 
 
 def _holder(content: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Needs no torch.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 import zlib
@@ -20,6 +21,7 @@ import httpx
 
 from draftsmith.config import GenerateConfig
 from draftsmith.data.answers import AnswerFile, Reply, Talk
+from draftsmith.data.messages import UNREADABLE
 from draftsmith.errors import InputError
 from draftsmith.progress import Progress
 from draftsmith.records import Prompt
@@ -172,14 +174,15 @@ class _Crowd:
             progress.advance(1, f"{self.out.counts['completion_tokens']} tokens")
 
     async def _ask(self, client: httpx.AsyncClient, talk: Talk) -> Reply:
-        body = self.body(talk)
+        content = json.dumps(self.body(talk), ensure_ascii=False).encode()
+        kind = {"content-type": "application/json"}
         for attempt in range(self.settings.attempts):
             server = await self._pick()
             server.flying += 1
             pause = self._pause(attempt)
             try:
                 async with asyncio.timeout(self.settings.request_timeout):
-                    response = await client.post(f"{server.url}/v1/chat/completions", json=body)
+                    response = await client.post(f"{server.url}/v1/chat/completions", content=content, headers=kind)
                 if response.status_code == 200:
                     reply = parse_reply(response.json(), self.settings.max_new_tokens)
                     server.worked()
@@ -197,7 +200,7 @@ class _Crowd:
                 rest = 0.0 if isinstance(error, (TimeoutError, httpx.ReadTimeout)) else pause
             except InputError:
                 raise
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            except (*UNREADABLE, IndexError, AttributeError) as error:
                 why, rest = f"an answer that is none: {error!r}", 0.0
             finally:
                 server.flying -= 1
@@ -251,11 +254,14 @@ def parse_reply(value: dict[str, Any], max_new_tokens: int) -> Reply:
     finish = choice.get("finish_reason")
     if finish is None:  # never stored as an end of its own
         finish = "length" if tokens >= max_new_tokens else "unknown"
+    text, reasoning = message.get("content") or "", message.get("reasoning_content") or message.get("reasoning") or ""
+    if not (isinstance(text, str) and isinstance(reasoning, str)):
+        raise TypeError("content and reasoning must be texts")
     return Reply(
-        text=message.get("content") or "",
+        text=text,
         finish_reason=str(finish),
         tokens=tokens,
-        reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
+        reasoning=reasoning,
         refused=bool(message.get("refusal")),
         tool_calls=tuple(message.get("tool_calls") or ()),
     )

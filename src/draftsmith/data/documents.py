@@ -99,23 +99,23 @@ class Worker:
     def chunk(self, chunk: Chunk) -> Made:
         made = Made(chunk.position)
         try:
-            rendered: list[tuple[bytes, Conversation, list[Rendered]]] = []
+            rendered: list[tuple[bytes, Conversation, list[Rendered], Counter[str]]] = []
             for key, where, conversation in self._new(chunk, made):
+                note: Counter[str] = Counter()
                 try:
-                    rendered.append((key, conversation, self._render(conversation, where)))
+                    rendered.append((key, conversation, self._render(conversation, where, note), note))
                 except LeftOut as reason:
                     made.counts[str(reason)] += 1
                 except TemplateError as error:
                     made.bad.append(f"{where}: the chat template refuses {conversation.id!r}: {error}")
-            every = [r for _, _, renderings in rendered for r in renderings]
+            every = [r for _, _, renderings, _ in rendered for r in renderings]
             encodings = self.encoder.encode([r.text for r in every], [r.spans for r in every])
             documents: list[tuple[bytes, Document]] = []
-            for key, conversation, renderings in rendered:
-                note: Counter[str] = Counter()
+            for key, conversation, renderings, note in rendered:
                 mine = [self._documents(conversation, r, next(encodings), chunk.file, note) for r in renderings]
                 found = [d for part in mine if not isinstance(part, str) for d in part]
                 if not found:
-                    made.counts[next(part for part in mine if isinstance(part, str))] += 1
+                    made.counts[next((part for part in mine if isinstance(part, str)), "no_supervised_tokens")] += 1
                 elif key in made.keys:
                     made.counts["duplicate"] += 1
                 else:
@@ -149,31 +149,30 @@ class Worker:
                 continue
             yield key, where, without_leading_answers(conversation, made.counts)
 
-    def _render(self, conversation: Conversation, where: str) -> list[Rendered]:
+    def _render(self, conversation: Conversation, where: str, counts: Counter[str]) -> list[Rendered]:
+        """The whole, or each answer that the target wrote by itself."""
         settings, messages = self.settings, list(conversation.messages)
         finish = conversation.finish_reason
         if finish != "stop" and not (finish == "length" and settings.length_cut == "keep"):
             raise LeftOut(f"finish_reason_{finish}")
         if messages[-1]["role"] != "assistant" or not _says(messages[-1]):
             raise LeftOut("no_answer")
-        if any(has_lone_surrogate(m["content"]) for m in messages):
+        if has_lone_surrogate([conversation.id, conversation.category, messages, conversation.tools]):
             raise LeftOut("lone_surrogate")
         if not all(_says(m) for m in messages if m["role"] != "tool"):
             raise LeftOut("empty_turn")
         if next(m["role"] for m in messages if m["role"] != "system") in ("assistant", "tool"):
             raise LeftOut("no_prompt")
         messages = self._within_reach(messages, where)
-        if settings.rewritten_history == "per_turn":
-            try:
-                return [self.template.spans(messages, conversation.tools)]
-            except RewritesHistory:
-                ends = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
-                wanted = ends if conversation.generated is None else [i + 1 for i in conversation.generated]
-                return [self.template.turn(messages[:end], conversation.tools) for end in ends if end in wanted]
+        if len(messages) < len(conversation.messages):
+            counts["shortened"] = 1
         try:
             return [self.template.spans(messages, conversation.tools)]
         except RewritesHistory as error:
-            raise InputError(f"{where}: {conversation.id!r}: {error}") from error
+            if settings.rewritten_history != "per_turn":
+                raise InputError(f"{where}: {conversation.id!r}: {error}") from error
+            own = [i for i in own_answers(conversation) if i < len(messages)]
+            return [self.template.turn(messages[: i + 1], conversation.tools) for i in own]
 
     def _within_reach(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
         """Without the turns at the end that cannot fit whatever their tokens are, so that nobody tokenizes them."""
@@ -207,7 +206,7 @@ class Worker:
         self, conversation: Conversation, rendered: Rendered, encoded: Encoded, file: str, counts: Counter[str]
     ) -> list[Document] | str:
         """The documents of one rendering, or the reason why there are none."""
-        settings, limit, whole = self.settings, self.settings.max_tokens, len(rendered.spans)
+        settings, limit = self.settings, self.settings.max_tokens
         tokens, spans = encoded.ids, encoded.spans
         if spans is None:
             return "answer_boundary_inside_a_token"
@@ -227,21 +226,18 @@ class Worker:
             if (shorter := self._shorten(rendered, spans)) is None:
                 return "too_long"
             tokens, spans = shorter
-        answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-        per_turn = whole == 1 < len(answers)
-        own = set(answers if conversation.generated is None else conversation.generated)
-        cut = conversation.finish_reason == "length"
+            counts["shortened"] = 1
+        own, cut = own_answers(conversation), conversation.finish_reason == "length"
         supervised = []
-        for n, (start, end) in enumerate(spans):
-            if per_turn or answers[n] in own:
-                last = not per_turn and n == len(answers) - 1
-                supervised.append(end_at_stop(tokens, start, end, self.recipe.eos, keep_stop=not (cut and last)))
+        for answer, (start, end) in zip(rendered.answers, spans, strict=False):  # shortened: fewer spans
+            if answer in own:
+                keep = not (cut and answer == len(conversation.messages) - 1)
+                supervised.append(end_at_stop(tokens, start, end, self.recipe.eos, keep_stop=keep))
+        every = len(supervised) == len(own)
         supervised = [(s, e) for s, e in supervised if e > s]
         if not supervised:
             return "no_supervised_tokens"
-        if len(spans) < len(answers) and not per_turn:
-            counts["shortened"] += 1
-        elif conversation.completion_tokens and not per_turn:
+        if conversation.completion_tokens and every:
             counts["token_count_known"] += 1
             length = sum(e - s for s, e in supervised)
             counts["retokenized_differently"] += not agrees(length, conversation, len(supervised))
@@ -264,6 +260,13 @@ class Worker:
             if len(encoded.ids) <= self.settings.max_tokens:
                 return None if encoded.spans is None else (encoded.ids, encoded.spans)
         return None
+
+
+def own_answers(conversation: Conversation) -> list[int]:
+    """Indices of the messages that the target wrote, ascending."""
+    if conversation.generated is not None:
+        return sorted(set(conversation.generated))
+    return [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
 
 
 def without_leading_answers(conversation: Conversation, counts: Counter[str]) -> Conversation:

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from draftsmith.config import Config
 from draftsmith.data.answers import AnswerFile, Reply, Talk, split_reasoning
+from draftsmith.data.render import rendered
 from draftsmith.errors import InputError
 from draftsmith.progress import Progress
 from draftsmith.records import Prompt
@@ -26,11 +27,15 @@ Answer = tuple[str, str, int]
 
 def prompt_text(tokenizer: Any, prompt: Prompt, messages: Sequence[dict[str, Any]], config: Config) -> str:
     """What the target is given before its next answer."""
-    try:
+
+    def render(shown: list[dict[str, Any]]) -> str:
         return tokenizer.apply_chat_template(
-            list(messages), tools=list(prompt.tools) or None, tokenize=False, add_generation_prompt=True,
+            shown, tools=list(prompt.tools) or None, tokenize=False, add_generation_prompt=True,
             **config.generate.chat_template_kwargs,
         )  # fmt: skip
+
+    try:
+        return rendered(render, messages)
     except TemplateError as error:
         raise InputError(f"{config.generate.prompts}: the chat template refuses {prompt.id!r}: {error}") from error
 

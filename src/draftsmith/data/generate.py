@@ -32,17 +32,17 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
     asked = client.identify(settings) if settings.servers else None
     engine, why = ("server", "") if asked else _engine(config)
     recorded = _recorded(config, asked, engine)
-    done = resume(path, recorded)
     counts: Counter[str] = Counter()
-    if asked is None and any(p.id not in done for p in _prompts(config, quiet=True)):
-        from draftsmith.target.model import load_target
-
-        target = target or load_target(config.target, config.device)
-    lengths = _survey(config, target, done, counts)
-    if not lengths:
-        return dict(counts)
-    todo = (p for p in _prompts(config, quiet=True) if p.id in lengths)
     with writing(path, "answers in"):
+        done = resume(path, recorded)  # only now does what is answered stay what it is
+        if asked is None and any(p.id not in done for p in _prompts(config, quiet=True)):
+            from draftsmith.target.model import load_target
+
+            target = target or load_target(config.target, config.device)
+        lengths = _survey(config, target, done, counts)
+        if not lengths:
+            return dict(counts)
+        todo = (p for p in _prompts(config, quiet=True) if p.id in lengths)
         begin(path, recorded)
         with AnswerFile(path) as out:
             if asked is not None:

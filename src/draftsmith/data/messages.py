@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class Chunk:
 
 class BadLine(ValueError):
     """A line that is no prompt or conversation."""
+
+
+UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What making a prompt or conversation of a JSON object may raise."""
 
 
 class Leniency:
@@ -135,6 +139,8 @@ def _json_entries(path: Path) -> Iterator[Any]:
                     block = handle.read(max(1 << 20, len(text) - at))  # doubling: an entry of n bytes costs O(n)
                     text, at, more = text[at:] + block, 0, bool(block)
                     continue
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{path}: entry {number + 1}: not JSON that can be read: {error}") from error
                 number, at = number + 1, end
                 yield value
         except UnicodeDecodeError as error:
@@ -156,8 +162,8 @@ def parse_lines(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | BadLine]]:
             yield number, BadLine(f"{chunk.file}:{number}: not UTF-8: {error.reason}")
         except json.JSONDecodeError as error:
             yield number, BadLine(f"{chunk.file}:{number}: not JSON: {error.msg} at column {error.colno}")
-        except RecursionError:
-            yield number, BadLine(f"{chunk.file}:{number}: not JSON: nested too deeply")
+        except (ValueError, RecursionError) as error:  # an integer of too many digits; nested too deeply
+            yield number, BadLine(f"{chunk.file}:{number}: not JSON that can be read: {error}")
 
 
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -173,7 +179,7 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def normalise(value: dict[str, Any], missing: str = "messages") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(messages in OpenAI shape, tools) of any of the shapes.  Raises ValueError or KeyError."""
+    """(messages in OpenAI shape, tools) of any of the shapes.  Raises one of UNREADABLE."""
     if "conversations" in value and "messages" not in value:
         messages = [_from_sharegpt(m) for m in _a_list(value["conversations"], "conversations")]
     elif "messages" in value:
@@ -182,9 +188,9 @@ def normalise(value: dict[str, Any], missing: str = "messages") -> tuple[list[di
         messages = [{"role": "user", "content": value["prompt"]}]
     else:
         raise KeyError(missing)
-    if isinstance(value.get("system"), str) and value["system"] and messages[0].get("role") != "system":
-        messages.insert(0, {"role": "system", "content": value["system"]})
     check_messages(messages)
+    if isinstance(value.get("system"), str) and value["system"] and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": value["system"]})
     tools = value.get("tools") or []
     if isinstance(tools, str):
         tools = json.loads(tools)
@@ -254,7 +260,7 @@ def parse_conversation(value: dict[str, Any], number: int) -> Conversation:
             apart=tuple(value.get("apart") or ()),
             prompt_digest=str(value.get("prompt_digest") or ""),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise BadLine(f"not a conversation: {_reason(error)}") from error
 
 
@@ -284,15 +290,15 @@ def parse_prompt(value: dict[str, Any], number: int, multi_turn: str) -> Prompt:
             role = messages[-1]["role"] if messages else "assistant"
             raise ValueError(f"the last message must be the user's, not {role!r}")
         own = _own_turns(messages) if multi_turn == "regenerate" else []
-    except (KeyError, TypeError, ValueError) as error:
+        return Prompt(
+            id=_id(value, number),
+            messages=tuple(messages),
+            category=str(value.get("category") or "all"),
+            tools=tuple(tools),
+            regenerate=(*own, len(messages)),
+        )
+    except UNREADABLE as error:
         raise BadLine(f"not a prompt: {_reason(error)}") from error
-    return Prompt(
-        id=_id(value, number),
-        messages=tuple(messages),
-        category=str(value.get("category") or "all"),
-        tools=tuple(tools),
-        regenerate=(*own, len(messages)),
-    )
 
 
 def _own_turns(messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -342,14 +348,18 @@ def _checked(prompt: Prompt) -> Prompt:
     for message in prompt.messages:
         if message["role"] in ("user", "system") and not message["content"].strip():
             raise BadLine(f"not a prompt: a {message['role']} message is empty")
-        if has_lone_surrogate(message["content"]):
+    try:
+        if has_lone_surrogate(asdict(prompt)):  # as its answer will be written, which copies level by level
             raise BadLine("not a prompt: a lone surrogate, which is no Unicode text")
+    except RecursionError as error:
+        raise BadLine(f"not a prompt: {error}") from error
     return prompt
 
 
-def has_lone_surrogate(text: str) -> bool:
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether a JSON value holds half a character somewhere, which cannot be encoded."""
     try:
-        text.encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         return True
     return False

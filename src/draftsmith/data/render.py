@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain, zip_longest
@@ -44,10 +44,11 @@ class RewritesHistory(InputError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text of a conversation; `spans` are character ranges, one for each assistant message, ascending."""
+    """Text of a conversation; `spans` are character ranges, ascending; `answers`: of which message each."""
 
     text: str
     spans: tuple[Span, ...]
+    answers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -105,22 +106,23 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False,
         now: str | None = None,
     ) -> str:  # fmt: skip
-        """The text.  A template that refuses raises jinja2's TemplateError.  now: a fixed date, for fingerprints."""
+        """The text.  Raises jinja2's TemplateError as `rendered` does.  now: a fixed date, for fingerprints."""
         source = self.tool_source if tools else self.source
         if source not in self.compiled:
             made = environment().from_string(source)
             self.compiled[source] = made, dict(made.globals)
         template, names = self.compiled[source]
-        # as template.render does, which would copy a chain of dictionaries for every conversation
-        context = template.new_context(
-            {
-                **names, "messages": list(messages), "tools": list(tools) or None, "documents": None,
-                "add_generation_prompt": generation_prompt, **self.variables,
-                **({} if now is None else {"strftime_now": lambda form: now}),
-            },
-            shared=True,
-        )  # fmt: skip
-        return "".join(template.root_render_func(context))
+        rest = {
+            "tools": list(tools) or None, "documents": None, "add_generation_prompt": generation_prompt,
+            **self.variables, **({} if now is None else {"strftime_now": lambda form: now}),
+        }  # fmt: skip
+
+        def render(shown: list[Message]) -> str:
+            # as template.render does, which would copy a chain of dictionaries for every conversation
+            context = template.new_context({**names, "messages": shown, **rest}, shared=True)
+            return "".join(template.root_render_func(context))
+
+        return rendered(render, messages)
 
     def spans(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """The whole conversation.  Raises RewritesHistory, or jinja2's TemplateError if the template refuses it."""
@@ -131,13 +133,13 @@ class ChatTemplate:
                 contents = [m["content"] for m in messages]
                 for tried in (contents, [c.strip() for c in contents]):
                     if text == "".join(chain.from_iterable(zip_longest(skeleton.glue, tried, fillvalue=""))):
-                        return Rendered(text, tuple(_filled(skeleton, tried)))
+                        return Rendered(text, tuple(_filled(skeleton, tried)), tuple(skeleton.opens))
         return self.spans_by_prefixes(messages, tools)
 
     def spans_by_prefixes(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """As `spans`, with every prefix of this very conversation rendered: the plain version."""
         text = self.render(messages, tools)
-        out = []
+        out, answers = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self.render(messages[:i], tools, generation_prompt=True)
@@ -145,14 +147,15 @@ class ChatTemplate:
                 if not (until.startswith(before) and text.startswith(until)):
                     raise RewritesHistory
                 out.append((len(before), len(until)))
-        return Rendered(text, tuple(out))
+                answers.append(i)
+        return Rendered(text, tuple(out), tuple(answers))
 
     def turn(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """Only the last answer, with the history as the target saw it.  Raises RewritesHistory if not even that."""
         before, text = self.render(messages[:-1], tools, generation_prompt=True), self.render(messages, tools)
         if not text.startswith(before):
             raise RewritesHistory
-        return Rendered(text, ((len(before), len(text)),))
+        return Rendered(text, ((len(before), len(text)),), (len(messages) - 1,))
 
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         """None if the template does not treat contents as wholes, or shows a prefix otherwise than the whole."""
@@ -199,6 +202,37 @@ class ChatTemplate:
             and "\ue000" not in content
             and not any(p in content for p in parts)
         )
+
+
+def rendered(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> str:
+    """What a template makes of `messages`.  OpenAI gives the arguments of a tool call as JSON text; most templates want
+    the object, some the text, so the one is tried after the other.
+
+    Raises jinja2's TemplateError if the template refuses, and for whatever else it stumbles over.
+    """
+    given = list(messages)
+    objects = [_with_objects(m) for m in given]
+    for shown in (objects, given) if objects != given else (given,):
+        try:
+            return render(shown)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            stumbled = error
+    raise jinja2.TemplateError(f"{type(stumbled).__name__}: {stumbled}") from stumbled
+
+
+def _with_objects(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_object(c) for c in calls]} if isinstance(calls, list) else message
+
+
+def _with_object(call: Any) -> Any:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (TypeError, LookupError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _filled(skeleton: Skeleton, contents: Sequence[str]) -> Iterator[Span]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from draftsmith.config import Config
 from draftsmith.data import building
 from draftsmith.data.building import Build, Source, exists, writing
 from draftsmith.data.documents import DocumentSettings, Made, Recipe
-from draftsmith.data.messages import Chunk, Leniency, read_chunks
+from draftsmith.data.messages import BadLine, Chunk, Leniency, parse_lines, read_chunks
 from draftsmith.data.render import ChatTemplate
 from draftsmith.data.store import read_manifest
 from draftsmith.data.workers import ChunkMaker, worker_count
@@ -47,7 +48,7 @@ WHAT = "conversations (run `draftsmith generate` first)"
 
 def tokenize(config: Config) -> StoreManifest:
     """Read the conversations, write the store.  Raises InputError for unreadable input or an empty result."""
-    return _build(config, [config.conversations], None)
+    return _build(config, [config.conversations], grow=False)
 
 
 def append(config: Config, sources: Sequence[Path] = ()) -> StoreManifest:
@@ -56,20 +57,20 @@ def append(config: Config, sources: Sequence[Path] = ()) -> StoreManifest:
     Raises InputError if the store was made with another tokenizer, template or other settings.  If nothing is new, the
     generation stays; the counts returned say what was found.
     """
-    return _build(config, sources or [config.conversations], read_manifest(config.store))
+    return _build(config, sources or [config.conversations], grow=True)
 
 
-def _build(config: Config, files: Sequence[Path], base: StoreManifest | None) -> StoreManifest:
-    if base is None and config.store.exists():
-        raise InputError(exists(config.store))
+def _build(config: Config, files: Sequence[Path], *, grow: bool) -> StoreManifest:
+    _base(config, grow)  # what cannot be is said before anything is loaded or locked
     tokenizer = load_tokenizer(config.target)
     recipe = recipe_of(config, tokenizer)
     settings, name = recipe.settings.as_dict(), fingerprint(tokenizer)
-    if base is not None:
-        _same(config, base, name, settings)
     for file in files:
         next(iter(read_chunks(file, WHAT, size=1)), None)  # a file that is not there: before anything is written
     with writing(config.store):
+        base = _base(config, grow)  # only now does it stay what it is
+        if base is not None:
+            _same(config, base, name, settings)
         header = {"tokenizer": name, "settings": settings, "files": [str(f) for f in files]}
         with Build(config.store, base, header) as build:
             run = _Run(config, build, files, base)
@@ -82,6 +83,15 @@ def _build(config: Config, files: Sequence[Path], base: StoreManifest | None) ->
             if not build.counts and base is None:
                 raise InputError(f"{files[0]} is empty: there is nothing to tokenize")
             return build.commit(tokenizer=name, eos=recipe.eos, sources=run.sources)
+
+
+def _base(config: Config, grow: bool) -> StoreManifest | None:
+    """The generation to build on; none for the first.  Raises InputError for a store that is (not) there."""
+    if grow:
+        return read_manifest(config.store)
+    if config.store.exists():
+        raise InputError(exists(config.store))
+    return None
 
 
 class _Run:
@@ -116,7 +126,7 @@ class _Run:
             print(f"{file}: its first {skipped} {'bytes' if lines else 'entries'} are in the store already")
             progress.advance((known.size if lines else 0) >> 10)
         shown = known.size >> 10
-        for made in make(hashed.over(read_chunks(file, WHAT, known.position), lines)):
+        for made in make(hashed.over(without_half_line(read_chunks(file, WHAT, known.position)), lines)):
             self._take(made)
             done = made.chunk_position if lines else 0
             size, digest = (done, hashed.at(done)) if lines else (file.stat().st_size, "")
@@ -188,6 +198,19 @@ class HashedPrefix:
         while self.digests[0][0] < position:
             self.digests.popleft()
         return self.digests[0][1]
+
+
+def without_half_line(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Up to a last line still being written: without an end, and no JSON yet.  An append reads on from there."""
+    for chunk in chunks:
+        whole = chunk.data.rfind(b"\n") + 1
+        rest = chunk.data[whole:]
+        if any(isinstance(value, BadLine) for _, value in parse_lines(replace(chunk, data=rest))):
+            print(f"{chunk.file}: its last line is half written: left to `draftsmith data append`", file=sys.stderr)
+            if whole:
+                yield replace(chunk, data=chunk.data[:whole], position=chunk.position - len(rest))
+            return
+        yield chunk
 
 
 def is_lines(file: Path) -> bool:

@@ -31,7 +31,8 @@ class ChunkMaker:
 
     def __enter__(self) -> Callable[[Iterable[Chunk]], Iterator[Made]]:
         if self.workers == 0:
-            return lambda chunks: map(Worker(self.recipe).chunk, chunks)
+            worker = Worker(self.recipe)
+            return lambda chunks: (worker.chunk(chunk) for chunk in chunks)  # map would end at a StopIteration
         self.pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _start, (self.recipe,))
         return self._in_order
 
