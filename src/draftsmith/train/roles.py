@@ -47,10 +47,10 @@ def serve(
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the drafters decide when to stop, and say so
-    if world.index == 0:
-        send_heldout(world, [extract.row(row) for row in heldout_rows if row.anchor_count])
     rows = rows_of_target(begin["first"], begin["last"], world.targets, world.index)
     try:
+        if world.index == 0:
+            send_heldout(world, [extract.row(row) for row in heldout_rows if row.anchor_count])
         timed = TimedFeatures(extract, extract.target.device)
         serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), timed)
     except Stopped:
