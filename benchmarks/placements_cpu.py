@@ -153,17 +153,18 @@ def kill_one(target: Path, work: Path, number: int, seconds: float, curve: list[
         finish(process)
     at = len(losses(run)) if (run.runs_dir / run.name).exists() else 0
     os.kill(ranks[rank], signal.SIGKILL)
-    orphans = 0
+    orphans, said = 0, ""
     if victim == "launcher":
-        process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=60)
         orphans = left_over(run)
         process = start(path, "--resume", "auto", "--new-attempt")
     out, _ = process.communicate(timeout=200)
     orphans += left_over(run)
-    done_before = process.returncode == 2 and "nothing is left to train" in out  # killed after its last checkpoint
-    recovered = (process.returncode == 0 or done_before) and losses(run) == curve
+    said += out
+    done_before = "nothing is left to train" in out  # killed after its last checkpoint
+    recovered = process.returncode == 0 and losses(run) == curve and "Traceback" not in said
     if not recovered:
-        print(out, flush=True)
+        print(said, flush=True)
     return {
         "victim": victim, "rank": rank, "seconds": round(moment, 2), "steps_logged": at, "done_before": done_before, "recovered": recovered,
         "orphans": orphans,

@@ -46,19 +46,20 @@ FLAT = Rates(1e12, 1e12, 1e12, 1e9, 1e10, 1e10, 1e10)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_heads": 2}, {"num_layers": 1, "head_dim": 16}])
-def test_drafter_parameters_are_those_of_a_built_drafter(changes):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drafter_parameters_are_those_of_a_built_drafter(changes, dtype):
     layers = changes.get("num_layers", SPEC.num_layers)
     spec = dataclasses.replace(SPEC, **changes, layer_types=("full",) * layers)
-    drafter = DFlashDrafter(spec)
+    drafter = DFlashDrafter(spec).to(dtype)
     assert drafter_parameters(spec) == sum(p.numel() for p in drafter.parameters())
     optimizer = torch.optim.AdamW(drafter.parameters())
     for p in drafter.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    settings = dataclasses.replace(ROW, gpu=False, compute_bytes=4)
+    settings = dataclasses.replace(ROW, gpu=False, compute_bytes=dtype.itemsize)
     parts = memory(QWEN3_8B, spec, settings, 1)["drafter"]
     held = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
-    assert parts["float32 masters"] == held(drafter.parameters())
+    assert parts["masters"] == held(drafter.parameters())
     assert parts["gradients"] == held(p.grad for p in drafter.parameters())
     assert parts["moments"] == held(s for state in optimizer.state.values() for s in state.values() if s.dim())
 
@@ -155,6 +156,20 @@ def test_one_memory_holds_all_processes_and_a_gpu_those_that_share_it():
     two = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15] * 2).placements[0]
     four = predict(QWEN3_8B, DRAFTER, ROW, H200, 4, [1e15] * 4).placements[0]
     assert one.need[0] == pytest.approx(2 * two.need[0]) == pytest.approx(4 * four.need[0])
+
+
+def test_processes_that_share_a_gpu_take_turns():
+    def rates(processes: int, gpus: int) -> dict[str, float]:
+        found = predict(QWEN3_8B, DRAFTER, ROW, H200, processes, [1e15] * gpus).placements
+        return {p.name: p.rows_per_s for p in found}
+
+    one, spread, shared = rates(1, 1), rates(8, 8), rates(8, 1)
+    assert shared["colocated x8"] == pytest.approx(one["colocated x1"], rel=0.05)
+    assert spread["colocated x8"] == pytest.approx(8 * one["colocated x1"], rel=0.1)
+    assert shared["split 4 + 4"] == pytest.approx(one["colocated x1"], rel=0.05)  # as much work, whoever does it
+    three = rates(3, 2)  # the second drafter has a GPU to itself, the first shares its own with the target
+    row = predict(QWEN3_8B, DRAFTER, ROW, H200, 3, [1e15] * 2)
+    assert three["split 1 + 2"] == pytest.approx(1 / (row.target_seconds + row.drafter_seconds / 2), rel=0.05)
 
 
 def test_available_memory_is_part_of_the_machine():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from draftsmith import __version__, env
-from draftsmith.errors import FallbackError, InputError, Interrupted, PeerError, RunError, SaidElsewhere
+from draftsmith.errors import NOT_FINITE, FallbackError, InputError, Interrupted, PeerError, RunError, SaidElsewhere
 
 if TYPE_CHECKING:  # `runs` works where pydantic does not
     from draftsmith.config import Config
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:
         if env.local_rank()[0] == 0:  # raised alike on all drafters
             print(f"draftsmith {args.command}: {error}", file=sys.stderr)
-        return 1
+        return NOT_FINITE
     except KeyboardInterrupt:
         print(f"draftsmith {args.command}: interrupted", file=sys.stderr)
         return 130
@@ -197,7 +197,7 @@ def _train(args: argparse.Namespace, config: Config) -> int:
         arguments = [str(args.config), *args.overrides]
         arguments += ["--resume", args.resume] if args.resume else []
         arguments += ["--new-attempt"] if args.new_attempt else []
-        return launch(arguments, config.placement, _gpus(config))
+        return launch(arguments, config.placement, _gpus(config), run=(config.runs_dir, config.name))
     from draftsmith.train.loop import train
 
     run = train(config, resume=args.resume, new_attempt=args.new_attempt)

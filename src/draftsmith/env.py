@@ -66,7 +66,7 @@ def local_rank() -> tuple[int, int]:
 
 
 def meeting_place() -> tuple[str, int, bool]:
-    """Host and port of the store of all processes, and whether torchrun keeps it (else rank 0 does).
+    """Host and port of the store where all processes meet, and whether torchrun keeps it (else rank 0 does).
 
     Raises InputError where MASTER_ADDR or MASTER_PORT does not say.
     """

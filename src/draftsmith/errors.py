@@ -2,6 +2,8 @@
 
 TOO_SLOW = 3
 """Exit code of a run that the throughput floor has stopped."""
+NOT_FINITE = 4
+"""Exit code of a run that NaN or Inf has stopped: started again, it would come to the same."""
 
 
 class InputError(ValueError):

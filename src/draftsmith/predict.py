@@ -258,17 +258,18 @@ def _drafter_memory(
     h, v = spec.hidden_size, spec.vocab_size
     frozen = (1 if geometry.tied else 2) * v * h
     copies = settings.target_bytes + (c if c != settings.target_bytes else 0)
+    wide = max(c, 4)  # masters, moments and the gradients that are summed up
     logits = 2 * c if settings.gpu else c + (4 + c if c < 4 else 0)  # compiled: logits, then their gradient
     alone = settings.rows_per_step == 1 and drafters == 1  # else bf16 gradients are summed up in float32
     return {
         "embedding and head": frozen * copies,
-        "float32 masters": count * 4,
-        "moments": count * 8,
-        "gradients": count * (4 if c != 2 else 2 if alone else 6),
+        "masters": count * wide,
+        "moments": count * 2 * wide,
+        "gradients": count * (wide if c != 2 else 2 if alone else 6),
         "bf16 weights": count * 2 if c == 2 else 0.0,
         "activations": _activations(spec, settings),
         "loss chunk": settings.chunk_rows * v * logits + 2 * settings.trained * h * c,
-        "gradient sum": min(BUCKET_BYTES, count * 4) if drafters > 1 else 0.0,
+        "gradient sum": min(BUCKET_BYTES, count * wide) if drafters > 1 else 0.0,
     }
 
 
@@ -360,7 +361,8 @@ def predict(
         need = [0.0] * len(devices)
         for rank, role in enumerate(roles):
             need[rank % len(devices)] += parts[role]["peak"]
-        rate = _rows_per_second(m, n, alone, beside, spec, settings, rates)
+        places = len(devices) if settings.gpu else processes
+        rate = _rows_per_second(m, n, places, alone, beside, spec, settings, rates)
         name = f"colocated x{n}" if mode == "colocated" else f"split {m} + {n}"
         fits = all(a <= b for a, b in zip(need, devices, strict=True))
         placements.append(Placement(name, mode, m, n, rate, tuple(need), fits))
@@ -381,16 +383,18 @@ def predict(
 def _rows_per_second(
     m: int,
     n: int,
+    places: int,
     alone: _Seconds,
     beside: tuple[int, _Seconds] | None,
     spec: DrafterSpec,
     settings: Settings,
     rates: Rates,
 ) -> float:
-    """What the slower role allows.  On shared cores a process is slowed by those that are busy at the same time: of a
-    split, the faster role only part of it."""
+    """What the slower role allows, or the fullest of the `places` where processes run (one after the other, if there
+    are several at one).  On shared cores a process is slowed by those that are busy at the same time: of a split, the
+    faster role only part of it."""
     share = settings.rows_per_step / n
-    gradients = 4 * drafter_parameters(spec)
+    gradients = max(settings.compute_bytes, 4) * drafter_parameters(spec)
     send = settings.row_tokens * spec.hidden_size * len(spec.feature_layers) * settings.feature_bytes / rates.link
     reduce = 2 * (n - 1) / n * gradients / rates.reduce
 
@@ -404,7 +408,10 @@ def _rows_per_second(
 
     def slower(one: _Seconds) -> float:
         target, drafter = by_row(one)
-        return max(target / m if m else 0.0, drafter / n)
+        load = [0.0] * places
+        for rank in range(n + m):
+            load[rank % places] += drafter / n if rank < n else target / m
+        return max(load)
 
     row = slower(alone)
     if beside is None:

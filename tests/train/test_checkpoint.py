@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import threading
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
+from draftsmith.provenance.heartbeat import State
 from draftsmith.rundir import RunDir, create
 from draftsmith.train import checkpoint
 from draftsmith.train.optim import make_optimizer
@@ -196,6 +198,42 @@ def test_resume_auto_takes_the_newest_complete_one_and_says_what_it_passed_over(
     (first.checkpoint(2) / checkpoint.OPTIMIZER).unlink()
     with pytest.raises(InputError, match=r"no complete checkpoint .*step_00000006.*step_00000002"):
         checkpoint.find_resume(runs, "r", "auto")
+
+
+def test_starting_afresh_says_what_was_passed_over(run):
+    (save(run, 6) / checkpoint.WEIGHTS).write_bytes(b"short")
+    start = checkpoint.find_start(run.path.parent.parent, "r", "auto", new_attempt=True)
+    (note,) = start.notes
+    assert start.checkpoint is None and "starting afresh" in note and "step_00000006 is damaged" in note
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(run, monkeypatch):
+    """And what is written is the state at the call."""
+    go_on, real = threading.Event(), checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(20) and real(*args))
+    drafter, optimizer = trained(2)
+    before = {k: v.clone() for k, v in drafter.state_dict().items()}
+    saver = checkpoint.Saver(run, keep=2)
+    path = saver.save(2, 4, drafter, optimizer, PINS)
+    assert not path.exists()
+    move(drafter, optimizer, 2)
+    go_on.set()
+    saver.wait()
+    written = load_file(path / checkpoint.WEIGHTS)
+    assert all(torch.equal(written[k], v) for k, v in before.items())
+    assert not torch.equal(written["fc.weight"], drafter.fc.weight)
+
+
+@pytest.mark.parametrize(("how", "stays"), [("dead", False), ("crashed", False), ("running", True), ("unknown", True)])
+def test_what_a_killed_attempt_was_writing_is_removed(run, monkeypatch, how, stays):
+    left = run.checkpoints / ".step_00000002.4321.tmp"
+    left.mkdir(parents=True)
+    (left / checkpoint.WEIGHTS).write_bytes(b"half")
+    second = create(run.path.parent.parent, "r", new_attempt=True)
+    states = {run.path: how, second.path: "running"}
+    monkeypatch.setattr(checkpoint, "rank_state", lambda run, rank: State(states[run.path]))
+    save(second, 4)
+    assert left.exists() == stays and checkpoint.listed(second)
 
 
 def test_an_attempt_without_a_checkpoint_is_named(run):

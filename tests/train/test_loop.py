@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,10 @@ from draftsmith.rundir import RunDir, attempts
 from draftsmith.target.model import FeatureExtractor
 from draftsmith.tracking import read_metrics
 from draftsmith.train import loop
+from draftsmith.train.dist import World
+from draftsmith.train.flush import flush
 from draftsmith.train.loop import train
-from draftsmith.train.step import RowStep
+from draftsmith.train.step import RowStep, StepSums
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "loss_curve.json"
 GOLDEN_OVERRIDES = (
@@ -238,11 +241,31 @@ def test_a_resumed_run_stays_with_the_generation_it_began_with(whole, tmp_path):
         train(elsewhere, resume=str(uninterrupted.checkpoint(4)))
 
 
-def test_a_run_that_is_complete_is_not_resumed_into_an_empty_attempt(whole):
+def test_a_run_that_is_complete_is_not_resumed_into_an_empty_attempt(whole, capsys):
+    """Asked for by a person it is refused; by who starts it again, whatever became of it, it has ended well."""
     config, uninterrupted = whole
+    assert train(config, resume="auto", new_attempt=True).path == uninterrupted.path
+    assert "nothing is left to train" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"nothing is left to train: .* at step 9 of 9 .*train\.steps"):
         train(config, resume="auto")
     assert [r.path for r in attempts(config.runs_dir, "tiny")] == [uninterrupted.path]
+
+
+def test_other_drafters_begin_at_the_checkpoint_that_rank_0_found(whole, tmp_path, monkeypatch):
+    """Theirs may be another: a file system shows them other files, or the folder has changed meanwhile."""
+    config, uninterrupted = whole
+    shutil.copytree(uninterrupted.path, tmp_path / "runs" / "tiny" / "attempt_1")
+    first = str(uninterrupted.checkpoint(4))
+
+    class Second(World):
+        def from_first(self, key, value):
+            return [value[0], first, 4] if key == "start" else str(uninterrupted.path)
+
+    begun = []
+    monkeypatch.setattr(loop, "join", lambda *args: nullcontext(Second(rank=1, drafters=2, index=1)))
+    monkeypatch.setattr(loop, "_run", lambda *args: begun.append(args[5]))
+    train(again(config, tmp_path, *RESUMED), resume="auto")
+    assert begun == [Path(first)]
 
 
 def test_resuming_onto_something_else_is_refused_before_a_folder_is_made(whole, tmp_path):
@@ -352,6 +375,22 @@ def test_a_gradient_that_is_not_finite_stops_the_run(stored, tmp_path, monkeypat
     monkeypatch.setattr(RowStep, "run", spoilt)
     with pytest.raises(FloatingPointError, match=r"the gradient's norm (nan|inf) on rows \(epoch, row\) \[\(0, 1\)\]"):
         train(again(stored, tmp_path, "train.checkpoint_every=1"))
+
+
+def test_a_gradient_that_is_not_finite_is_that_of_any_drafters_rows():
+    """After the sum nobody knows whose: all rows of the step are named, alike on all."""
+
+    class Second(World):
+        def gather(self, key, value, ranks):
+            return [[[0, 4], [1, 0]], value] if key == "not finite" else []
+
+        def sum_host(self, values):
+            return [2 * value for value in values]
+
+    one, fine = torch.ones(3), torch.ones(1, dtype=torch.bool)
+    sums = StepSums(6, ((0, 3),), 1.0, one[0], one, one, one, torch.tensor(math.inf), fine, fine, 1, 1, 0.1)
+    with pytest.raises(FloatingPointError, match=r"step 7: .* norm inf on rows .* \[\(0, 3\), \(0, 4\), \(1, 0\)\]"):
+        flush(None, [sums], None, Second(rank=1, drafters=2, index=1))
 
 
 def test_inputs_that_cannot_be_trained_on_are_refused_before_a_folder_is_made(stored, tmp_path, target_folder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,8 +102,10 @@ def features_folder(store: Store, pins: dict[str, str]) -> Path:
     return store.path / f"features-{key}"
 
 
-def write_features(folder: Path, store: Store, extract: FeatureExtractor, pins: dict[str, str]) -> None:
-    """Run the target once over every document.  Whole or not at all."""
+def write_features(
+    folder: Path, store: Store, extract: FeatureExtractor, pins: dict[str, str], tell: Callable[[], None] = lambda: None
+) -> None:
+    """Run the target once over every document, `tell` after each.  Whole or not at all."""
     width = 0
     with folder_written_whole(folder) as temporary, Progress("features", len(store), "documents") as progress:
         with open(temporary / "features.bin", "wb") as out:
@@ -117,6 +120,7 @@ def write_features(folder: Path, store: Store, extract: FeatureExtractor, pins: 
                 width = values.shape[1]
                 out.write(values.view(torch.uint8).numpy().tobytes())
                 progress.advance()
+                tell()
         dtype = str(extract.dtype).removeprefix("torch.")
         write_text(temporary / "manifest.json", json.dumps({"pins": pins, "dtype": dtype, "width": width}, indent=2))
 

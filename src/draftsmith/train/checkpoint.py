@@ -18,6 +18,7 @@ from torch import Tensor
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.files import folder_written_whole, sha256, write_text
+from draftsmith.provenance.heartbeat import rank_state
 from draftsmith.records import CheckpointState, DrafterSpec, read_json, spec_from_dict
 from draftsmith.rundir import RunDir, attempts, newest
 
@@ -43,6 +44,8 @@ class Saver:
     ) -> Path:  # fmt: skip
         """Begin to write; the folder it will have.  Waits for the one before."""
         self.wait()
+        if self.path is None:
+            remove_unfinished(self.run)
         self.path = self.run.checkpoint(step)
         if self.path.exists():
             return self.path
@@ -114,6 +117,14 @@ def save(
     path = saver.save(step, rows_done, drafter, optimizer, pins)
     saver.wait()
     return path
+
+
+def remove_unfinished(run: RunDir) -> None:
+    """What attempts that were killed while they saved have left."""
+    for other in attempts(run.path.parent.parent, run.path.parent.name):
+        if rank_state(other, 0).how not in ("running", "unknown"):
+            for path in other.checkpoints.glob(".step_*.tmp"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def listed(run: RunDir) -> list[Path]:
@@ -254,9 +265,9 @@ def find_start(runs_dir: Path, name: str, resume: str, new_attempt: bool) -> Sta
     """The checkpoint to go on from.  Raises InputError if there is none and none was not allowed for."""
     try:
         path, notes = find_resume(runs_dir, name, resume)
-    except InputError:
+    except InputError as error:
         if resume == "auto" and new_attempt:
-            return Start(notes=("nothing to resume, starting afresh",))
+            return Start(notes=(f"nothing to resume, starting afresh: {error}",))
         raise
     return Start(path, read_state(path), tuple(notes))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,23 @@ class World:
             self.publish(key, value)
             return value
         return self.read(key)
+
+    def first_alone(self, key: str, work: Callable[[Callable[[], None]], None]) -> None:
+        """Rank 0 does what takes longer than a wait may: the others wait as long as it calls what `work` is given."""
+        count, told = itertools.count(), time.monotonic()
+
+        def tell() -> None:
+            nonlocal told
+            if time.monotonic() - told > self.timeout / 4:
+                told = time.monotonic()
+                self.publish(f"{key}/{next(count)}", False)
+
+        if self.first:
+            work(tell)
+            self.publish(f"{key}/{next(count)}", True)
+            return
+        while not self.read(f"{key}/{next(count)}"):
+            pass
 
     def said(self, key: str) -> bool:
         """Has anybody published this?  Also True when the store is gone, and rank 0 with it."""
@@ -266,10 +284,7 @@ def _meet(alone: World) -> Any:
     where, me, rank, seconds = f"{host}:{port}", alone.name(), alone.rank, alone.timeout
 
     def reach() -> tuple[Any, int]:
-        tcp = dist.TCPStore(
-            host, port, is_master=rank == 0 and not kept, timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )  # fmt: skip
+        tcp = _beside_agent(host, port, seconds, rank) if kept else _tcp_store(host, port, seconds, serves=rank == 0)
         store = dist.PrefixStore("draftsmith", tcp)
         return store, store.add(f"here/{rank}", 1)
 
@@ -303,6 +318,33 @@ def _meet(alone: World) -> Any:
         names = ", ".join(alone.name(r) for r in missing)
         raise refusal(f"not all have arrived at {where} within {seconds:g} s: {names} missing")
     return store
+
+
+def _tcp_store(host: str, port: int, seconds: float, *, serves: bool) -> Any:
+    timeout = datetime.timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+
+
+def _beside_agent(host: str, port: int, seconds: float, rank: int) -> Any:
+    """Under torchrun: rank 0's own store, whose port it puts into that of torchrun's agent.
+
+    The agent's outlives processes that torchrun starts again, with all that they wrote; how often it has started them
+    is not the same number on all machines.  At a port that the last rank 0 has left nobody listens.
+    """
+    agent = _tcp_store(host, port, seconds, serves=False)
+    if rank == 0:
+        own = _tcp_store(host, 0, seconds, serves=True)
+        agent.set("draftsmith's port", str(own.port))
+        return own
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = _tcp_store(host, int(agent.get("draftsmith's port")), min(seconds, MOMENT), serves=False)
+            found.set_timeout(datetime.timedelta(seconds=seconds))
+            return found
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def agree(world: World, facts: dict[str, Any]) -> None:

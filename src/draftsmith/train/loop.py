@@ -6,13 +6,12 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
-import resource
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -51,37 +50,15 @@ from draftsmith.train import checkpoint
 from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
-from draftsmith.train.floor import Interval
+from draftsmith.train.flush import flush
 from draftsmith.train.memory import check_rows_fit
 from draftsmith.train.optim import make_optimizer, rate, set_rate
-from draftsmith.train.roles import Clock, KnownRows, serve, who_waits, with_anchors
+from draftsmith.train.roles import Clock, KnownRows, serve, with_anchors
 from draftsmith.train.schedule import rows_of_drafter
-from draftsmith.train.step import Frozen, RowStep, StepSums, by_slot
+from draftsmith.train.step import Frozen, RowStep, StepSums
+from draftsmith.train.stopping import agree_to_stop, stop_on_signals
 from draftsmith.train.transport import ReceiveRows, receive_heldout
 from draftsmith.train.watch import Watch
-
-
-@dataclass
-class StopRequest:
-    """Set by SIGINT or SIGTERM, or by the throughput floor; looked at between steps."""
-
-    signal: int | None = None
-    slow: bool = False
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    request = StopRequest()
-
-    def note(number: int, frame: Any) -> None:
-        request.signal = number
-
-    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -171,29 +148,39 @@ def train(
 ) -> RunDir:  # fmt: skip
     """Train a drafter, as one process or as this process's part of several.  Returns the run folder.
 
-    resume: "auto" or a checkpoint folder; "auto" with new_attempt starts afresh where there is nothing to resume.
-    Raises Interrupted after a signal (a checkpoint has been saved), FloatingPointError when features or loss stop being
-    finite.
+    resume: "auto" or a checkpoint folder; "auto" with new_attempt starts afresh where there is nothing to resume, and
+    where nothing is left to train says so and returns the checkpoint's run.  Raises Interrupted after a signal (a
+    checkpoint has been saved), FloatingPointError when features or loss stop being finite.
     """
     recorder = Recorder("train", config.model_dump(mode="json"))
     with join(config.placement, pick_device(config.device).type) as world:
-        agree(world, identity(config))
+        agree(world, {**identity(config), "--resume": resume, "--new-attempt": new_attempt})
         start = checkpoint.Start()
         with world.together("prepare"):
-            if resume is not None and world.role != "target":
+            if resume is not None and world.first:
                 start = checkpoint.find_start(config.runs_dir, config.name, resume, new_attempt)
             # that which the run began with (another store is refused below), or the newest
             manifest = find_content(config.store, start.store) or read_manifest(config.store)
-        content = world.from_first("content", manifest.fingerprint)  # everywhere what rank 0 found
+        # everywhere what rank 0 found
+        found = [manifest.fingerprint, str(start.checkpoint or ""), start.state.step if start.state else 0]
+        content, path, done = world.from_first("start", found)
         with world.together("load"):
+            if path and world.role != "target" and not world.first:
+                start = checkpoint.Start(Path(path), checkpoint.read_state(Path(path)))
             plan = prepare(config, target, world, content)
             rows = plan.steps * config.train.rows_per_step
             check_rows_fit(world, config.placement.run_ahead, rows, row_bytes(config, plan), plan.target.device)
         notes: list[str] = []
+        goes_on = resume == "auto" and new_attempt  # as whoever starts again writes it, not knowing how far the run got
         with world.together("start"):
             if world.role != "target":
-                notes = [*plan.notes, *start.notes, *check_start(config, plan, start)]
+                notes = [*plan.notes, *start.notes, *check_start(config, plan, start, may_be_complete=goes_on)]
                 check_files(config, plan, start.checkpoint)
+        if goes_on and path and done >= plan.steps:
+            world.leave(range(world.size))
+            if world.first:
+                print(f"nothing is left to train: {path} is at step {done} of {plan.steps}", flush=True)
+            return RunDir(Path(path).parents[1])
         with world.together("folder"):
             if world.first:
                 check(config.tracking.wanted)
@@ -249,15 +236,16 @@ def row_bytes(config: Config, plan: Plan) -> int:
     return values * plan.feature_dtype.itemsize
 
 
-def check_start(config: Config, plan: Plan, start: checkpoint.Start) -> list[str]:
-    """What changed since the checkpoint.  Raises InputError if it does not fit, or nothing is left to train."""
+def check_start(config: Config, plan: Plan, start: checkpoint.Start, *, may_be_complete: bool) -> list[str]:
+    """What changed since the checkpoint.  Raises InputError if it does not fit, or (unless it may be complete) nothing
+    is left to train."""
     path, state = start.checkpoint, start.state
     if path is None or state is None:
         return []
     notes = checkpoint.check_pins(state, plan.pins, plan.spec, path)
     if altered := altered_shards(config.store):
         raise InputError(f"cannot resume from {path}: {config.store / altered[0]} does not hold what was written to it")
-    if state.step >= plan.steps:
+    if state.step >= plan.steps and not may_be_complete:
         raise InputError(
             f"nothing is left to train: {path} is at step {state.step} of {plan.steps} (train.steps or train.epochs): "
             f"raise them to go on"
@@ -313,7 +301,8 @@ def _run(
     if compiler is not None:
         compiler.warm_up(row_step, extract if settings.features == "online" else None, optimizer)
         compiler.arm(run if world.first else None)
-    world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
+    if world.first:
+        world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
     source, heldout_source = feature_sources(config, plan, tracker, world, extract, first, rows_before)
     clock = Clock(world, source, plan.target.device)
     row_step.source = clock.features
@@ -398,15 +387,6 @@ def _run(
     tracker.say(f"trained: {plan.steps} steps, {run.path}")
 
 
-def agree_to_stop(world: World, stop: StopRequest) -> int | None:
-    """The exit code to stop with, the same on every drafter after the same step; None: go on."""
-    wishes = (stop.signal == signal.SIGTERM, stop.signal == signal.SIGINT, stop.slow)
-    terminates, interrupts, slow = world.sum_host([float(wish) for wish in wishes])
-    if terminates or interrupts:
-        return 128 + (signal.SIGTERM if terminates else signal.SIGINT)
-    return TOO_SLOW if slow else None
-
-
 def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
     """The folder of `features: files`, and what those features depend on."""
     pins = {k: plan.pins[k] for k in ("target_weights", "store", "feature_layers")}
@@ -439,74 +419,15 @@ def feature_sources(
     if settings.features == "online":
         return extract, extract
     folder, pins = features_place(plan)
-    if world.first and not folder.exists():
-        tracker.say(f"computing the features of {len(plan.store)} documents into {folder}")
-        write_features(folder, plan.store, extract, pins)
-    world.from_first("features", "written")
+
+    def compute(tell: Callable[[], None]) -> None:
+        if not folder.exists():
+            tracker.say(f"computing the features of {len(plan.store)} documents into {folder}")
+            write_features(folder, plan.store, extract, pins, tell)
+
+    world.first_alone("features", compute)
     files = FileFeatures(folder, plan.store, pins, plan.target.device)
     return files, files
-
-
-def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World) -> tuple[Interval, str]:
-    """Read the steps since the last log point back from the device, over all drafters, and write a line for each.
-    Returns where the time went, and the note for the progress line.
-
-    Raises FloatingPointError, on all drafters, naming step and row if features, loss or gradient are not finite.
-    """
-    with world.waiting("the device to finish its steps"):
-        found = not_finite(waiting)
-    if any(world.sum_host([float(found is not None)])):
-        told = [found]
-        if world.store is not None:
-            told = world.gather("not finite", found, range(world.drafters))
-            world.leave(range(world.drafters))
-        first = min(step for step, _ in filter(None, told))  # what follows has it from there
-        raise FloatingPointError(
-            "; ".join(f"step {first}: {text}" for step, text in filter(None, told) if step == first)
-        )
-    values = torch.stack([torch.cat([s.weighted[None], s.ce_B, s.correct_B, s.count_B]) for s in waiting])
-    values_device = values.device
-    values = world.sum_device(values).cpu()
-    size = len(waiting[0].ce_B)
-    counted = world.sum_host([x for s in waiting for x in (s.tokens, s.anchors, len(s.rows))])
-    for i, sums in enumerate(waiting):
-        loss = float(values[i, 0]) / sums.denominator if sums.denominator else 0.0
-        norm = float(sums.grad_norm)
-        if not (isfinite(loss) and isfinite(norm)):
-            raise FloatingPointError(
-                f"step {sums.step + 1}: the loss is {loss}, the gradient's norm {norm} on rows (epoch, row) "
-                f"{list(sums.rows)}"
-            )
-        slots = by_slot(*values[i, 1:].split(size))
-        tracker.record(
-            sums.step + 1, kind="train", loss=loss, lr=sums.rate, grad_norm=norm,
-            anchors=int(counted[3 * i + 1]), **slots,
-        )  # fmt: skip
-    tokens, anchors, rows = (sum(counted[k::3]) for k in range(3))
-    parts, checkpoints, waits = clock.read(len(waiting) * len(waiting[0].rows))
-    interval = Interval(rows, parts, checkpoints)
-    seconds = interval.training
-    memory = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if values_device.type == "cuda":
-        memory["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(values_device)
-    tracker.record(
-        waiting[-1].step + 1, kind="rate", **interval.line(), tokens_per_s=tokens / seconds,
-        anchors_per_s=anchors / seconds, **waits, **memory,
-    )  # fmt: skip
-    note = f"loss {loss:.3f}  accuracy {slots['accuracy']:.3f}  {tokens / seconds:.0f} tokens/s"
-    return interval, f"{note}  {who_waits(parts, waits)}"
-
-
-def not_finite(waiting: Sequence[StepSums]) -> tuple[int, str] | None:
-    """The first step and row of this process's own whose features or loss are not finite."""
-    for sums in waiting:
-        flags = zip(sums.rows, sums.finite.tolist(), sums.finite_loss.tolist(), strict=True)
-        for (epoch, index), features, loss in flags:
-            if not features:
-                return sums.step + 1, f"features of epoch {epoch}, row {index} hold NaN or Inf"
-            if not loss:
-                return sums.step + 1, f"the loss of epoch {epoch}, row {index} is NaN or Inf"
-    return None
 
 
 def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:

@@ -46,11 +46,11 @@ def serve(
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the drafters decide when to stop, and say so
-    if world.index == 0:
-        send_heldout(world, [source.row(row) for row in heldout_rows if row.anchor_count])
-        source.take()
     rows = rows_of_target(begin["first"], begin["last"], world.targets, world.index)
     try:
+        if world.index == 0:
+            send_heldout(world, [source.row(row) for row in heldout_rows if row.anchor_count])
+            source.take()
         serve_rows(SendRows(world, run_ahead), with_anchors(loader, rows), source)
     except Stopped:
         return False

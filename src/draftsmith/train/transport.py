@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,12 +56,24 @@ class Times:
         self.compute, self.wait, self.rows, self.since = 0.0, 0.0, 0, time.monotonic()
 
 
+@contextmanager
+def reaching(world: World, what: str, *, stoppable: bool) -> Iterator[None]:
+    """Around every use of a connection.  Raises PeerError if the peer is lost or too late; with `stoppable` Stopped if
+    that is because the drafters have stopped."""
+    with world.waiting(what):
+        try:
+            yield
+        except RuntimeError as error:
+            if stoppable and world.said("stopped"):
+                raise Stopped from error
+            raise
+
+
 def wait_for(work: Any, world: World, what: str, *, stoppable: bool = False) -> None:
-    """Wait for a transfer.  Raises PeerError if the peer is lost or too late; with `stoppable` Stopped if the drafters
-    have stopped meanwhile."""
+    """Wait for a transfer.  Raises like `reaching`."""
     begin = looked = time.monotonic()
     pause = 1e-5
-    with world.waiting(what):
+    with reaching(world, what, stoppable=stoppable):
         while not work.is_completed():
             now = time.monotonic()
             if now - begin > world.timeout:
@@ -71,12 +84,7 @@ def wait_for(work: Any, world: World, what: str, *, stoppable: bool = False) -> 
                     raise Stopped
             time.sleep(pause)
             pause = min(pause * 2, 2e-3)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            if stoppable and world.said("stopped"):
-                raise Stopped from error
-            raise
+        work.wait()
 
 
 class SendRows:
@@ -92,7 +100,8 @@ class SendRows:
         self.drain(self.run_ahead - 1)
         rank = drafter_of(g, self.world.drafters)
         buffer = features_TK.cpu() if self.world.staged else features_TK.contiguous()
-        self.flying.append((_start(dist.isend, buffer, rank, g % TAGS), buffer, g))
+        with reaching(self.world, f"{self.world.name(rank)} to take row {g}", stoppable=True):
+            self.flying.append((_start(dist.isend, buffer, rank, g % TAGS), buffer, g))
         self.times.rows += 1
 
     def drain(self, keep: int) -> None:
@@ -126,7 +135,8 @@ class ReceiveRows:
         on = torch.device("cpu") if self.world.staged else self.device
         buffer = torch.empty(self.shape, dtype=self.dtype, device=on)
         rank = self.world.drafters + target_of(g, self.world.targets)
-        self.flying.append((_start(dist.irecv, buffer, rank, g % TAGS), buffer, g))
+        with reaching(self.world, f"{self.world.name(rank)} to give row {g}", stoppable=False):
+            self.flying.append((_start(dist.irecv, buffer, rank, g % TAGS), buffer, g))
 
     def row(self, row: PackedRow) -> Tensor:
         work, buffer, g = self.flying.popleft()
@@ -169,8 +179,9 @@ class WaitedFor:
 def send_heldout(world: World, features: Sequence[Tensor]) -> None:
     """Target 0 to drafter 0, before the first row."""
     for i, one in enumerate(features):
-        work = _start(dist.isend, one.cpu() if world.staged else one.contiguous(), 0, TAGS + i)
-        wait_for(work, world, f"{world.name(0)} to take held-out row {i}")
+        with reaching(world, f"{world.name(0)} to take held-out row {i}", stoppable=True):
+            work = _start(dist.isend, one.cpu() if world.staged else one.contiguous(), 0, TAGS + i)
+            wait_for(work, world, "", stoppable=True)
 
 
 def receive_heldout(
@@ -179,8 +190,8 @@ def receive_heldout(
     out = []
     for i in range(count):
         buffer = torch.empty(shape, dtype=dtype, device=torch.device("cpu") if world.staged else device)
-        work = _start(dist.irecv, buffer, world.drafters, TAGS + i)
-        wait_for(work, world, f"{world.name(world.drafters)} to give held-out row {i}")
+        with reaching(world, f"{world.name(world.drafters)} to give held-out row {i}", stoppable=False):
+            wait_for(_start(dist.irecv, buffer, world.drafters, TAGS + i), world, "")
         out.append(buffer.cpu())
     return out
 
@@ -193,5 +204,6 @@ def serve_rows(sender: SendRows, rows: Iterator[tuple[int, PackedRow]], source: 
         times.compute += source.take(finished=True)
         if source.by_events:  # the host waits for the GPU too
             times.wait = max(0.0, time.monotonic() - times.since - times.compute)
-        world.publish(f"times/{world.rank}", times.summary())
+        with reaching(world, f"the store of {world.name(0)}", stoppable=True):
+            world.publish(f"times/{world.rank}", times.summary())
     sender.drain(0)
