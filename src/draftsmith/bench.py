@@ -29,8 +29,9 @@ from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.geometry import GEOMETRIES, RandomRows, Shape, drafter_spec, random_row, random_target, work
 from draftsmith.records import PackedRow
+from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.features import TimedFeatures
-from draftsmith.target.model import FeatureExtractor, pick_device
+from draftsmith.target.model import pick_device
 from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World
 from draftsmith.train.optim import make_optimizer

@@ -31,7 +31,8 @@ from draftsmith.export import export_folder, load_drafter
 from draftsmith.progress import Progress
 from draftsmith.records import PackedRow
 from draftsmith.rundir import newest
-from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target, model_folder
+from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.model import Target, drafter_spec, load_target, model_folder
 from draftsmith.train.checkpoint import newest_checkpoint
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.step import Frozen, RowStep

@@ -30,7 +30,8 @@ from draftsmith.drafter.loss import drafter_loss
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.predict import Geometry, Rates, Settings, head_flops, target_flops, trunk_flops
 from draftsmith.records import DrafterSpec, PackedRow
-from draftsmith.target.model import FeatureExtractor, Target
+from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.model import Target
 from draftsmith.target.packed import register
 from draftsmith.train import compile as compiling
 from draftsmith.train.optim import make_optimizer

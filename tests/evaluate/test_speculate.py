@@ -18,7 +18,8 @@ from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
 from draftsmith.evaluate import speculate
 from draftsmith.evaluate.speculate import Drafts, Sampler, Verifier, decode_plain, decode_speculative
 from draftsmith.records import Answer
-from draftsmith.target.model import FeatureExtractor, Target, drafter_spec
+from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.model import Target, drafter_spec
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.step import Frozen, RowStep
 

@@ -16,7 +16,8 @@ from draftsmith.errors import InputError
 from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
 from draftsmith.plan import prepare
 from draftsmith.rates import target_layers
-from draftsmith.target.model import FeatureExtractor, Target, drafter_spec, load_target
+from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.model import Target, drafter_spec, load_target
 
 LINEAR = {
     "linear_num_value_heads": 4,

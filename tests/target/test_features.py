@@ -11,8 +11,8 @@ from conftest import make_config
 from draftsmith.data.loader import Loader
 from draftsmith.data.store import Store
 from draftsmith.errors import InputError
+from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.features import FileFeatures, features_folder, write_features
-from draftsmith.target.model import FeatureExtractor
 
 PINS = {"target_weights": "w", "store": "s", "feature_layers": "[1, 3, 5]", "dtype": "torch.float32"}
 CPU = torch.device("cpu")

@@ -17,14 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.config import DrafterConfig, TargetConfig
 from draftsmith.errors import InputError
+from draftsmith.target.extract import FeatureExtractor, capture, keeps_documents_apart
 from draftsmith.target.model import (
-    FeatureExtractor,
     Target,
-    capture,
     default_feature_layers,
     drafter_spec,
     eos_token_ids,
-    keeps_documents_apart,
     load_target,
     load_tokenizer,
     mask_token,

@@ -16,7 +16,7 @@ from draftsmith.errors import TOO_SLOW, Interrupted
 from draftsmith.provenance.history import finished_well, write_mark
 from draftsmith.provenance.manifest import load_run
 from draftsmith.rundir import newest
-from draftsmith.target.model import FeatureExtractor
+from draftsmith.target.extract import FeatureExtractor
 from draftsmith.tracking import read_metrics
 from draftsmith.train import checkpoint
 from draftsmith.train.floor import (

@@ -25,7 +25,7 @@ from draftsmith.data.store import Store
 from draftsmith.data.tokenize import append, tokenize
 from draftsmith.errors import InputError, Interrupted
 from draftsmith.rundir import RunDir, attempts
-from draftsmith.target.model import FeatureExtractor
+from draftsmith.target.extract import FeatureExtractor
 from draftsmith.tracking import read_metrics
 from draftsmith.train import loop
 from draftsmith.train.dist import World

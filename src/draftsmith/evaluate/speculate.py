@@ -19,7 +19,8 @@ from draftsmith.drafter.attention import Mask, build_masks
 from draftsmith.drafter.model import DFlashDrafter, KeyValue, embed, to_logits
 from draftsmith.errors import InputError
 from draftsmith.records import Answer
-from draftsmith.target.model import Target, capture
+from draftsmith.target.extract import capture
+from draftsmith.target.model import Target
 
 
 @dataclass

@@ -22,7 +22,7 @@ from draftsmith.errors import InputError
 from draftsmith.files import folder_written_whole, write_text
 from draftsmith.progress import Progress
 from draftsmith.records import PackedRow, read_json
-from draftsmith.target.model import FeatureExtractor
+from draftsmith.target.extract import FeatureExtractor
 
 
 class FeatureSource(Protocol):

@@ -34,7 +34,8 @@ from draftsmith.provenance import gpu
 from draftsmith.provenance.torchstate import read_counters
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.rundir import RunDir
-from draftsmith.target.model import FeatureExtractor, Target
+from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.model import Target
 from draftsmith.train import compile_cache, optim
 from draftsmith.train.dist import World
 from draftsmith.train.optim import OnePassAdamW

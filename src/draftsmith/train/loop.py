@@ -34,9 +34,9 @@ from draftsmith.provenance.recorder import Recorder
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.rundir import RunDir
 from draftsmith.sinks import check, open_sinks
+from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.features import FeatureSource, FileFeatures, TimedFeatures, features_folder, write_features
 from draftsmith.target.model import (
-    FeatureExtractor,
     Target,
     drafter_spec,
     load_borrowed,

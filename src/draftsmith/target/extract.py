@@ -1,0 +1,124 @@
+"""Features out of the frozen target: outputs of its layers, caught on the way.  Shapes as in model.py."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafter.attention import one_graph, put
+from draftsmith.drafter.fp8 import FrozenLinear, with_linear
+from draftsmith.records import PackedRow
+from draftsmith.target.packed import packed_masks, unsupported
+
+if TYPE_CHECKING:
+    from draftsmith.target.model import Target
+
+
+@contextlib.contextmanager
+def capture(layers: Any, wanted: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Collect the outputs of decoder layers during the forward passes inside the block, in the order of `wanted`.
+
+    The list is cleared when layer wanted[0] runs again, so it always holds the last pass: K tensors [1, n, H].
+    """
+    found: list[Tensor] = []
+
+    def keep(first: bool) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if first:
+                found.clear()
+            found.append(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    handles = [layers[i].register_forward_hook(keep(n == 0)) for n, i in enumerate(wanted)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class FeatureExtractor:
+    """The target cut after the last needed layer, its final norm taken out.
+
+    Shares the target's weights.  `row` gives the features of a packed row, [T, K*H], documents kept apart.
+    """
+
+    def __init__(self, target: Target, feature_layers: Sequence[int], dtype: torch.dtype) -> None:
+        self.target, self.wanted, self.dtype = target, tuple(feature_layers), dtype
+        self.trunk = self._cut(target.layers[: self.wanted[-1] + 1])
+        self.compiled: Any = None
+        """The trunk with its layers compiled, one graph for all layers of a kind: see `compile`."""
+
+    def _cut(self, layers: nn.ModuleList) -> Any:
+        trunk = copy.copy(self.target.trunk)
+        trunk._modules = dict(self.target.trunk._modules)
+        trunk.layers, trunk.norm = layers, nn.Identity()
+        return trunk
+
+    def compile(self, *, fp8: bool = False) -> str | None:
+        """From now on packed rows run through compiled layers, flex_attention in them.  None, or why they cannot."""
+        if self.target.forward != "packed":
+            return "it runs one document at a time"
+        why = unsupported(self.target.text_config)
+        if why is None:
+            layers = [with_linear(layer, FrozenLinear) if fp8 else layer for layer in self.trunk.layers]
+            self.compiled = self._cut(nn.ModuleList([one_graph(layer) for layer in layers]))
+        return why
+
+    def deviation(self, row: PackedRow) -> float:
+        """Mean relative difference between a packed row's features and those of its documents run one by one; of the
+        document where it is largest.  Rounding gives some 1e-6 in float32 and 2e-2 in bfloat16, a wrong mask 1."""
+        packed, worst = self.row(row), torch.zeros((), device=self.target.device)
+        for start, end in zip(row.starts, row.starts[1:], strict=False):
+            alone = self.document(put(row.tokens[start:end], self.target.device)).float()
+            apart = (packed[start:end].float() - alone).norm(dim=-1) / alone.norm(dim=-1)
+            worst = torch.maximum(worst, apart.mean())
+        return float(worst)
+
+    @torch.no_grad()
+    def document(self, tokens_T: Tensor) -> Tensor:
+        """Features of one document, [T, K*H]."""
+        return self._forward(tokens_T, torch.arange(len(tokens_T), device=tokens_T.device))
+
+    @torch.no_grad()
+    def row(self, row: PackedRow) -> Tensor:
+        """Features of a row, [T, K*H]; zeros in the tail when the documents run one by one."""
+        tokens_T = put(row.tokens, self.target.device)
+        if self.target.forward == "packed":
+            masks = packed_masks(row, self.target.text_config, self.target.device) if self.compiled else None
+            return self._forward(tokens_T, put(row.positions, self.target.device), self.compiled, masks)
+        width = len(self.wanted) * self.target.embedding.shape[1]
+        out = torch.zeros(len(tokens_T), width, dtype=self.dtype, device=self.target.device)
+        for start, end in zip(row.starts, row.starts[1:], strict=False):
+            out[start:end] = self.document(tokens_T[start:end])
+        return out
+
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, trunk: Any = None, masks: Any = None) -> Tensor:
+        # without masks transformers derives the documents from the positions, see keeps_documents_apart
+        trunk = trunk or self.trunk
+        with capture(trunk.layers, self.wanted) as found:
+            trunk(input_ids=tokens_T[None], position_ids=positions_T[None], attention_mask=masks, use_cache=False)
+        return torch.cat([f[0] for f in found], dim=-1).to(self.dtype)
+
+
+@torch.no_grad()
+def keeps_documents_apart(target: Target) -> bool:
+    """Two short documents in one row: does changing the first leave the second as it was?
+
+    Dense models pass bit for bit; in a mixture of experts the other document changes how many rows an expert gets and
+    so the rounding, hence the bound: far above rounding, far below what a leak does.
+    """
+    positions = torch.cat([torch.arange(6), torch.arange(7)]).to(target.device)
+    tokens = torch.arange(13, device=target.device) + 5
+    other = tokens.clone()
+    other[:6] += 20
+    extract = FeatureExtractor(target, [target.text_config.num_hidden_layers - 1], torch.float32)
+    one, two = extract._forward(tokens, positions)[6:], extract._forward(other, positions)[6:]
+    worst = float(((one - two).norm(dim=-1) / one.norm(dim=-1)).max())
+    return worst < (1e-4 if target.dtype == torch.float32 else 3e-2)
