@@ -172,22 +172,25 @@ def test_those_that_torchrun_starts_again_do_not_meet_those_it_has_ended(store, 
     for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    stores: list = []
     for restart in range(2):
-        stores = []
-        first = threading.Thread(target=lambda stores=stores: stores.append(_meet(World(drafters=2, timeout=20))))
+        first, second = (
+            threading.Thread(target=lambda rank: stores.append(_meet(World(rank, 0, 2, timeout=20))), args=(rank,))
+            for rank in range(2)
+        )
         if restart == 0:
             first.start()
-        second = threading.Thread(target=lambda stores=stores: stores.append(_meet(World(1, 0, 2, timeout=20))))
         second.start()
         if restart == 1:
             time.sleep(0.5)
             assert second.is_alive() and not stores
             first.start()
-        first.join(20), second.join(20)
+        for thread in (first, second):
+            thread.join(20)
         assert len(stores) == 2
         assert not stores[0].check(["stopped"])
         stores[0].set("stopped", "0")
-        del stores[:]  # rank 0's store ends with it
+        stores.clear()  # rank 0's store ends with it
 
 
 def test_one_process_needs_no_store():
