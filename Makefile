@@ -12,7 +12,7 @@ demo: .venv/installed
 	.venv/bin/draftsmith demo $(ARGS)
 
 test: check .peers/official/installed .peers/xllamacpp/installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: .venv/installed
 	.venv/bin/ruff format --check src tests benchmarks
