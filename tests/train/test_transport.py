@@ -199,3 +199,9 @@ def test_one_process_needs_no_store():
     with join(PlacementConfig(), "cpu") as world:
         world.first_alone("features", lambda tell: (tell(), done.append(1)))
     assert done
+
+
+def test_asking_far_ahead_ends_at_the_last_row(store, monkeypatch):
+    monkeypatch.setattr(transport, "_start", lambda *args: None)
+    rows = transport.ReceiveRows(place(store, 0), iter([0, 1]), (2, 3), torch.float32, torch.device("cpu"), 10**12)
+    assert [g for _, _, g in rows.flying] == [0, 1]

@@ -125,18 +125,20 @@ class ReceiveRows:
     ) -> None:  # fmt: skip
         self.world, self.rows, self.shape, self.dtype, self.device = world, rows, shape, dtype, device
         self.flying: deque[tuple[Any, Tensor, int]] = deque()
-        for _ in range(ahead):
-            self._ask()
+        while len(self.flying) < ahead and self._ask():
+            pass
 
-    def _ask(self) -> None:
+    def _ask(self) -> bool:
+        """Ask for the next row; False if there is none."""
         g = next(self.rows, None)
         if g is None:
-            return
+            return False
         on = torch.device("cpu") if self.world.staged else self.device
         buffer = torch.empty(self.shape, dtype=self.dtype, device=on)
         rank = self.world.drafters + target_of(g, self.world.targets)
         with reaching(self.world, f"{self.world.name(rank)} to give row {g}", stoppable=False):
             self.flying.append((_start(dist.irecv, buffer, rank, g % TAGS), buffer, g))
+        return True
 
     def row(self, row: PackedRow) -> Tensor:
         work, buffer, g = self.flying.popleft()
