@@ -84,7 +84,7 @@ class Bench:
         """fields: overrides of the config, as on the command line.  Raises InputError for an unknown geometry."""
         self.world = world or World()
         if geometry not in GEOMETRIES:
-            raise InputError(f"bench: unknown geometry {geometry!r}: choose from {', '.join(GEOMETRIES)}")
+            raise InputError(f"unknown geometry {geometry!r}: choose from {', '.join(GEOMETRIES)}")
         self.name, self.geometry, self.shape = geometry, GEOMETRIES[geometry], shape
         self.device = pick_device(device)
         gpu = self.device.type == "cuda"
