@@ -205,3 +205,43 @@ def test_asking_far_ahead_ends_at_the_last_row(store, monkeypatch):
     monkeypatch.setattr(transport, "_start", lambda *args: None)
     rows = transport.ReceiveRows(place(store, 0), iter([0, 1]), (2, 3), torch.float32, torch.device("cpu"), 10**12)
     assert [g for _, _, g in rows.flying] == [0, 1]
+
+
+class EndsWith:
+    """A transfer that ends when the next row's compute has begun, and not before."""
+
+    def __init__(self, begun: list[int], number: int) -> None:
+        self.begun, self.number = begun, number
+
+    def is_completed(self) -> bool:
+        return len(self.begun) > self.number + 1 or len(self.begun) == 4
+
+    def wait(self) -> None:
+        assert self.is_completed()
+
+
+def test_a_row_is_sent_while_the_next_one_is_computed(store, monkeypatch):
+    begun: list[int] = []
+    sent: list[int] = []
+
+    class Counted(Source):
+        def row(self, row):
+            begun.append(row)
+            return ROW
+
+    def begin(*args):
+        sent.append(len(sent))
+        return EndsWith(begun, sent[-1])
+
+    monkeypatch.setattr(transport, "_start", begin)
+    serve_rows(SendRows(place(store, 1, seconds=3), 2), ((g, g) for g in range(4)), Counted())  # else no answer in 3 s
+    assert begun == sent == [0, 1, 2, 3]
+
+
+def test_rows_are_asked_for_before_they_are_needed(store, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(transport, "_start", lambda what, buffer, rank, tag: asked.append(tag) or EndsWith([0] * 4, 0))
+    rows = ReceiveRows(place(store, 0), iter(range(5)), (2, 3), ROW.dtype, CPU, 2)
+    for taken in range(5):
+        assert asked == list(range(min(taken + 2, 5)))  # this one and the next are under way
+        rows.row(None)
