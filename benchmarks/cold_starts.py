@@ -1,9 +1,10 @@
 """Cold starts of three drafter processes at once: no crash, no hang, no fallback.
 
-    python benchmarks/cold_starts.py [--device cpu|cuda] [--starts N] [--warm N]
+    python benchmarks/cold_starts.py [--device cpu|cuda] [--starts N] [--warm N] [--together N]
 
 Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
-`--warm` of them are followed by a second start on the cache they left.  Writes results/cold_starts_{cpu,h200}.json.
+`--warm` of them are followed, at the end, by a second start on the cache they left.  `--together` cold starts run side
+by side.  Writes results/cold_starts_{cpu,h200}.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +66,24 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SHAPES), default="cpu")
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--together", type=int, default=1, help="cold starts side by side")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a start counts as hanging")
     args = parser.parse_args()
-    cold: list[dict[str, Any]] = []
-    warm: list[dict[str, Any]] = []
-    for number in range(args.starts):
-        with tempfile.TemporaryDirectory() as folder:
-            cold.append(start(args.device, Path(folder) / "cache", args.limit))
-            print(number, "cold", json.dumps(cold[-1]), flush=True)
-            if number < args.warm:
-                warm.append(start(args.device, Path(folder) / "cache", args.limit))
-                print(number, "warm", json.dumps(warm[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def numbered(number: int) -> dict[str, Any]:
+            cache = Path(folder) / str(number) / "cache"
+            cache.parent.mkdir(exist_ok=True)
+            found = start(args.device, cache, args.limit)
+            print(number, json.dumps(found), flush=True)
+            return found
+
+        with ThreadPoolExecutor(args.together) as pool:
+            cold = list(pool.map(numbered, range(args.starts)))
+        warm = [numbered(number) for number in range(min(args.warm, args.starts))]
     every = [*cold, *warm]
     result = {
+        "together": args.together,
         "processes": PROCESSES,
         "shape": SHAPES[args.device],
         "starts": len(cold),

@@ -1,11 +1,12 @@
 """Steps on one GPU, part by part, beside the floor and beside vLLM's speculators, in one run.
 
-    python benchmarks/step_gpu.py        writes results/step_h200.json, or into $OUT where that is set
+    python benchmarks/step_gpu.py [SECTION ...]    writes results/step_h200.json, or into $OUT where that is set
 
 Sections run in processes of their own, each with a time limit; the compile cache is a fresh folder, so that the first
-starts cold and the next warm.  The peer compiles for minutes: it starts first, and is timed after ours, alone on the card.
-It is PyPI speculators 0.9.0, its flex attention and its
-eager loss (the fused one fails on torch 2.11), and must be importable: PYTHONPATH=.peers/speculators.
+starts cold and the next warm.  Steps are timed as training runs them: five follow one another before the clock is read.
+The peer is PyPI speculators 0.9.0, its flex attention and its eager loss (the fused one fails on torch 2.11), and must
+be importable: PYTHONPATH=.peers/speculators.  It compiles for minutes (its cache is kept in $STEP_GPU_PEER_CACHE): it
+starts first, and is timed between ours.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LIMITS = {"peer": 480, "drafter": 110, "end_to_end": 130, "drafter_again": 70, "long": 130, "fp8": 130}
+LIMITS = {"peer": 480, "drafter": 110, "end_to_end": 150, "drafter_again": 70, "plan": 150, "fp8": 150, "long": 150}
 """Seconds a section may take."""
-AFTER = ("long", "fp8")
-"""Sections that run when the peer has ended and given its memory back."""
 GEOMETRY = "qwen3-8b"
 
 
@@ -40,8 +39,9 @@ def drafter() -> dict[str, Any]:
     assert bench.compiler is not None
     start = time.monotonic() - begin
     before = roofline(bench.device, bench.dtype)
-    found = bench.time_drafter()
+    found: dict[str, Any] = bench.time_drafter()
     after = roofline(bench.device, bench.dtype)
+    found["kernels_ms"] = kernel_times(bench)
     floor = (
         bench.work.drafter / before["gemm_tflops"] / 1e9 + bench.work.optimizer_bytes / before["copy_tb_per_s"] / 1e9
     )
@@ -49,6 +49,22 @@ def drafter() -> dict[str, Any]:
 
 
 drafter_again = drafter
+
+
+def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:
+    """Milliseconds and calls of the kernels of one step on given features, the longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from draftsmith.bench import _Always
+
+    width = len(bench.spec.feature_layers) * bench.spec.hidden_size
+    bench.step.source = _Always(torch.randn(bench.shape.row_tokens, width, device=bench.device, dtype=bench.dtype))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        bench.step.step(0, bench.rows[:1], bench.optimizer, 1e-4)
+        torch.cuda.synchronize()
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
+    return {e.key[:110]: [e.self_device_time_total / 1e3, e.count] for e in events[:most]}
 
 
 def end_to_end() -> dict[str, Any]:
@@ -85,6 +101,36 @@ def long() -> dict[str, Any]:
     return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "step_s": min(seconds), "said": bench.said}
 
 
+def plan() -> dict[str, Any]:
+    """What `draftsmith plan` says of the same target and row: by a few layers that it times here, and by its table."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from draftsmith import plan as planning
+    from draftsmith.bench import Bench
+    from draftsmith.geometry import Shape, model_config
+    from draftsmith.predict import CARDS, GIB, card_rates, predict
+    from draftsmith.rates import Work, measure
+    from draftsmith.target.model import Target
+
+    bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(model_config(bench.geometry, bench.geometry.layers))
+    target = Target("random", model, None, torch.device("meta"), bench.dtype, (0,), 0, "packed")
+    geometry = planning.geometry_of(target, bench.spec)
+    settings = planning.row_settings(bench.config, bench.spec, bench.rows[:1], gpu=True)
+    work = Work(bench.config, target, bench.spec, geometry, settings, bench.rows[:1], 0.0)
+    out = {}
+    for name, rates in (("timed_here", measure(work, bench.device)), ("by_table", card_rates(CARDS["h200"]))):
+        said = predict(geometry, bench.spec, settings, rates, 1, (139.0 * GIB,))
+        out[name] = {
+            "target_ms": said.target_seconds * 1e3, "drafter_step_ms": said.drafter_seconds * 1e3,
+            "tokens_per_s": said.placements[0].rows_per_s * bench.shape.row_tokens,
+            "drafter_peak_gib": said.memory["drafter"]["peak"] / GIB,
+        }  # fmt: skip
+    return out
+
+
 def fp8() -> dict[str, Any]:
     """The linear layers of both in 8 bits: an experiment."""
     from draftsmith.bench import Bench
@@ -104,7 +150,7 @@ def peer() -> dict[str, Any]:
     from speculators.train.optimizers import build_optimizers
     from transformers import Qwen3Config
 
-    from draftsmith.bench import roofline, timed
+    from draftsmith.bench import STEPS_TOGETHER, roofline, timed
     from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec, random_row
 
     shape, geometry = Shape(), GEOMETRIES[GEOMETRY]
@@ -161,13 +207,14 @@ def peer() -> dict[str, Any]:
     torch.cuda.synchronize()
     first = time.monotonic() - begin
     go = Path(os.environ["STEP_GPU_GO"])
+    go.with_suffix(".ready").touch()
     while not go.exists():
         time.sleep(0.2)
     before = roofline(device, torch.bfloat16)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    milliseconds = timed(step, device)
-    return {"step_ms": milliseconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "ceilings": [before],
+    milliseconds = timed(step, device, calls=STEPS_TOGETHER)
+    return {"step_ms": milliseconds, "one_at_a_time_ms": timed(step, device), "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "ceilings": [before],
             "first_step_s": first}  # fmt: skip
 
 
@@ -181,6 +228,8 @@ class Section:
     def __init__(self, name: str, cache: Path) -> None:
         self.name, self.out, self.begun = name, cache / f"{name}.json", time.monotonic()
         environment = {**os.environ, "STEP_GPU_CACHE": str(cache), "STEP_GPU_GO": str(cache / "go")}
+        if name == "peer" and "STEP_GPU_PEER_CACHE" in os.environ:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ["STEP_GPU_PEER_CACHE"]
         self.process = subprocess.Popen([sys.executable, __file__, name, str(self.out)], env=environment)
 
     def found(self) -> dict[str, Any]:
@@ -195,23 +244,28 @@ class Section:
 
 def main() -> None:
     import torch
-    from _common import write_result
+    from _common import RESULTS, write_result
 
     wanted = sys.argv[1:] or list(LIMITS)
-    found: dict[str, Any] = {}
+    stored = RESULTS / "step_h200.json"
+    found = json.loads(stored.read_text())["sections"] if sys.argv[1:] and stored.is_file() else {}
+
+    def keep(name: str, section: Section) -> None:
+        found[name] = section.found()
+        print(name, json.dumps(found[name])[:1500], flush=True)
+        write_result("step_h200", summary(torch.cuda.get_device_name(), found))
+
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
         other = Section("peer", cache) if "peer" in wanted else None
-        order = [n for n in LIMITS if n in wanted and n not in ("peer", *AFTER)]
-        for name in [*order, *(["peer"] if other else []), *(n for n in AFTER if n in wanted)]:
-            if name == "peer" and other is not None:
+        for name in [n for n in LIMITS if n in wanted and n != "peer"] + ["the end"]:
+            if other is not None and (name == "the end" or (cache / "go.ready").exists()):
                 (cache / "go").touch()
-                found[name] = other.found()
-            else:
-                found[name] = Section(name, cache).found()
-            print(name, json.dumps(found[name])[:1500], flush=True)
-            path = write_result("step_h200", summary(torch.cuda.get_device_name(), found))
-    print(path)
+                keep("peer", other)
+                other = None
+            if name != "the end":
+                keep(name, Section(name, cache))
+    print(stored)
 
 
 def summary(device: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from draftsmith.errors import InputError
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.target.model import Target, default_feature_layers
 from draftsmith.target.packed import register
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -77,22 +81,28 @@ def drafter_spec(geometry: Geometry, shape: Shape) -> DrafterSpec:
     )
 
 
-def random_target(geometry: Geometry, layers: int, device: torch.device, dtype: torch.dtype) -> Target:
-    """A Qwen3 model of the geometry cut to `layers`, random weights made on the device."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def model_config(geometry: Geometry, layers: int) -> PretrainedConfig:
+    """Of a Qwen3 model of the geometry with so many layers."""
+    from transformers import Qwen3Config
 
-    config = Qwen3Config(
+    return Qwen3Config(
         hidden_size=geometry.hidden, intermediate_size=geometry.intermediate, num_hidden_layers=layers,
         num_attention_heads=geometry.heads, num_key_value_heads=geometry.kv_heads, head_dim=geometry.head_dim,
         vocab_size=geometry.vocab, max_position_embeddings=131072, rms_norm_eps=1e-6, tie_word_embeddings=False,
         use_cache=False, attn_implementation=register(),
     )  # fmt: skip
+
+
+def random_target(geometry: Geometry, layers: int, device: torch.device, dtype: torch.dtype) -> Target:
+    """A Qwen3 model of the geometry cut to `layers`, random weights made on the device."""
+    from transformers import Qwen3ForCausalLM
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             torch.manual_seed(0)
-            model = Qwen3ForCausalLM(config)
+            model = Qwen3ForCausalLM(model_config(geometry, layers))
     finally:
         torch.set_default_dtype(before)
     for matrix, seed in ((model.get_input_embeddings(), 1), (model.get_output_embeddings(), 2)):  # however many layers
@@ -134,13 +144,17 @@ class Work:
 
 def work(geometry: Geometry, spec: DrafterSpec, shape: Shape, trained: float) -> Work:
     """trained: slots that reach the head.  Attention's own products are left out: they depend on where the anchors lie;
-    so is what nobody needs: the gradient of the features, and the first layer's projections of equal MASK tokens."""
+    so is what nobody needs: the gradient of the features, the first layer's projections of equal MASK tokens, and of
+    the last layer all of slot 0 but its keys and values."""
     t, q, h = shape.row_tokens, shape.anchors * shape.block_size, geometry.hidden
     layer = geometry.layer_parameters
     context = 2 * h * geometry.kv_heads * geometry.head_dim
     same = (h * geometry.heads * geometry.head_dim + context) * (q - shape.anchors - 1)
+    unused = (layer - context) * shape.anchors
     fc = shape.features * h * h
-    drafter = 6 * (shape.layers * (layer * q + context * t) - same) + 4 * fc * t + 4 * trained * h * geometry.vocab
+    drafter = (
+        6 * (shape.layers * (layer * q + context * t) - same - unused) + 4 * fc * t + 4 * trained * h * geometry.vocab
+    )
     parameters = shape.layers * layer + fc
     return Work(2.0 * (spec.feature_layers[-1] + 1) * layer * t, float(drafter), 28.0 * parameters)
 

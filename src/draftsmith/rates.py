@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.config import Config
-from draftsmith.drafter.attention import pick_attention
-from draftsmith.drafter.loss import drafter_loss
+from draftsmith.drafter.attention import one_graph, pick_attention
+from draftsmith.drafter.loss import drafter_loss, head_chunk
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.predict import Geometry, Rates, Settings, head_flops, target_flops, trunk_flops
 from draftsmith.records import DrafterSpec, PackedRow
@@ -34,7 +34,7 @@ from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.model import Target
 from draftsmith.target.packed import register
 from draftsmith.train import compile as compiling
-from draftsmith.train.optim import make_optimizer
+from draftsmith.train.optim import OnePassAdamW, clip_factor, make_optimizer
 from draftsmith.train.step import Frozen, RowStep
 
 GPU_LINK, GPU_REDUCE = 323e9, 341e9
@@ -77,13 +77,18 @@ def measure(work: Work, device: torch.device) -> Rates:
         target_fixed = max(0.0, one / len(rows) - layer * depth)
     speed, fixed, drafter = _trunk(work, rows, device, dtype, timer)
     chunk = min(settings.chunk_rows, max(1, round(settings.trained)))
-    head = timer.once(loss_chunk(spec, chunk, device, dtype)) / chunk
-    optimizer = make_optimizer(drafter, work.config.train)
+    compiled = compiling.wanted(work.config, device)
+    head = timer.once(loss_chunk(spec, chunk, device, dtype, compiled)) / chunk
+    optimizer = make_optimizer(drafter, work.config.train, one_pass=compiled)
     parameters = list(drafter.parameters())
 
     def update() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        if isinstance(optimizer, OnePassAdamW):
+            gradients = {p: p.grad for p in parameters if p.grad is not None}
+            optimizer.update(gradients, {}, clip_factor(list(gradients.values()), 1.0, device)[1])
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
 
     update_seconds = timer.once(update)
     source = torch.randn(2**23, device=device)
@@ -178,7 +183,9 @@ def drafter_row(
         if fresh:
             for parameter in (*drafter.parameters(), *step.copies.values()):
                 parameter.grad = None
-        bool(torch.isfinite(features).all())
+        fine = torch.isfinite(features).all()
+        if device.type == "cpu":
+            bool(fine)
         step.run(row, step.blocks(row), features).weighted.backward()
 
     return run, drafter
@@ -189,12 +196,17 @@ def _all(run: Callable[[PackedRow], Any], rows: Sequence[PackedRow]) -> None:
         run(row)
 
 
-def loss_chunk(spec: DrafterSpec, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+def loss_chunk(
+    spec: DrafterSpec, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool = False
+) -> Callable[[], Any]:
     head = torch.randn(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
     hidden = torch.randn(rows, spec.hidden_size, device=device, dtype=dtype)
     where = torch.arange(rows, device=device)
     weights = torch.ones(-(-rows // spec.block_size), spec.block_size, device=device)
-    return lambda: drafter_loss(hidden, where * 0, where, weights, head, spec, kind="decay", chunk_rows=rows)
+    chunk = one_graph(head_chunk) if compiled else None
+    return lambda: drafter_loss(
+        hidden, where * 0, where, weights, head, spec, kind="decay", chunk_rows=rows, chunk=chunk
+    )
 
 
 def _stand_in(row: PackedRow) -> PackedRow:

@@ -20,19 +20,20 @@ TENSORS = (
 )  # fmt: skip
 
 
-def masks_of(kind: str, row: PackedRow, block_size: int, windows: list[int | None]) -> list:
+def masks_of(kind: str, row: PackedRow, block_size: int, windows: list[int | None], trained: bool = False) -> list:
     blocks = build_blocks(row, block_size, 39, 4.0, trim=False)
-    return build_masks(kind, blocks.low, blocks.high, len(row.tokens), block_size, windows, CPU)
+    return build_masks(kind, blocks.low, blocks.high, len(row.tokens), block_size, windows, CPU, trained=trained)
 
 
-def plain_block_mask(row: PackedRow, block_size: int, window: int | None) -> BlockMask:
-    """create_block_mask of the rule, which reads documents and positions and knows no intervals."""
+def plain_block_mask(row: PackedRow, block_size: int, window: int | None, skip: int = 0) -> BlockMask:
+    """create_block_mask of the rule, which reads documents and positions and knows no intervals.  skip: slots of each
+    block that are no queries."""
     tokens, slots = len(row.tokens), len(row.anchors)
     document, positions = torch.from_numpy(row.document), torch.from_numpy(row.positions)
     anchors, used = torch.from_numpy(row.anchors), row.anchor_count
 
     def rule(b, h, q, k):
-        block, slot = q // block_size, q % block_size
+        block, slot = q // (block_size - skip), q % (block_size - skip) + skip
         a, key = anchors[block], k.clamp(max=tokens - 1)
         seen = (k < tokens) & (block < used) & (document[key] == document[a]) & (key < a)
         other = (k - tokens).clamp(min=0)
@@ -43,8 +44,8 @@ def plain_block_mask(row: PackedRow, block_size: int, window: int | None) -> Blo
             own = own & (behind >= 0) & (behind <= window - 1)
         return seen | own
 
-    length = slots * block_size
-    return create_block_mask(rule, None, None, length, tokens + length, device="cpu")
+    queries, keys = slots * (block_size - skip), tokens + slots * block_size
+    return create_block_mask(rule, None, None, queries, keys, device="cpu")
 
 
 def assert_same_tensors(ours: BlockMask, theirs: BlockMask) -> None:
@@ -71,9 +72,11 @@ def long_row(seed: int, row_tokens: int, slots: int, used: int | None) -> Packed
 def test_dense_mask_is_the_rule(block_size, window):
     for seed in range(3):
         row = random_row(seed, row_tokens=64, slots=7, most_anchors=5)
-        (mask,) = masks_of("dense", row, block_size, [window])
+        rule = slow_mask(row, 7, block_size, window)
+        mask, last = masks_of("dense", row, block_size, [window, window], trained=True)
         assert mask.dtype == torch.bool
-        assert np.array_equal(mask.numpy(), slow_mask(row, 7, block_size, window))
+        assert np.array_equal(mask.numpy(), rule)
+        assert np.array_equal(last.numpy(), rule.reshape(7, block_size, -1)[:, 1:].reshape(last.shape))
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64, 300])
@@ -81,10 +84,11 @@ def test_dense_mask_is_the_rule(block_size, window):
 @pytest.mark.parametrize(
     ("row_tokens", "slots", "used"), [(512, 16, None), (700, 45, None), (515, 33, 9), (130, 3, 0), (384, 64, 60)]
 )
-def test_block_mask_equals_torchs_of_the_plain_rule(row_tokens, slots, used, block_size, window):
+@pytest.mark.parametrize("skip", [0, 1])
+def test_block_mask_equals_torchs_of_the_plain_rule(row_tokens, slots, used, block_size, window, skip):
     row = long_row(row_tokens + block_size, row_tokens, slots, used)
-    (ours,) = masks_of("flex", row, block_size, [window])
-    theirs = plain_block_mask(row, block_size, window)
+    (ours,) = masks_of("flex", row, block_size, [window], trained=skip == 1)
+    theirs = plain_block_mask(row, block_size, window, skip)
     assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
     assert ours.shape == theirs.shape
     assert_same_tensors(ours, theirs)
@@ -110,8 +114,11 @@ def test_the_rule_inside_the_tiles_is_the_dense_mask():
     q, k = torch.meshgrid(torch.arange(256), torch.arange(1156), indexing="ij")
     zero = torch.zeros_like(q)
     for window in (None, 20):
-        (mask,), (dense,) = masks_of("flex", row, 8, [window]), masks_of("dense", row, 8, [window])
-        assert torch.equal(mask.mask_mod(zero, zero, q, k), dense)
+        for mask, dense in zip(
+            *(masks_of(kind, row, 8, [window] * 2, True) for kind in ("flex", "dense")), strict=True
+        ):
+            rows = slice(len(dense))
+            assert torch.equal(mask.mask_mod(zero[rows], zero[rows], q[rows], k[rows]), dense)
 
 
 def test_layers_of_one_window_share_a_mask_and_keep_their_order():
@@ -144,17 +151,19 @@ def test_attention_is_softmax_over_what_the_mask_shows():
     (long_row(1, 300, 60, 50), 7),
     (long_row(2, 300, 4, None), 130),
 ], ids=["unused slots", "no anchor", "several pieces a document", "a block longer than a piece"])  # fmt: skip
-def test_pieces_are_the_dense_mask(row, block_size, window):
+@pytest.mark.parametrize("skip", [0, 1])
+def test_pieces_are_the_dense_mask(row, block_size, window, skip):
     """Values and gradients; every query once, no key that no query of the piece sees."""
-    (pieces,), (dense,) = (masks_of(kind, row, block_size, [window]) for kind in ("sdpa", "dense"))
-    tokens, queries = len(row.tokens), len(row.anchors) * block_size
+    (pieces,), (dense,) = (masks_of(kind, row, block_size, [window], skip == 1) for kind in ("sdpa", "dense"))
+    tokens, queries = len(row.tokens), len(row.anchors) * (block_size - skip)
+    keys = tokens + len(row.anchors) * block_size
     assert [i for p in pieces for i in range(queries)[p.queries]] == list(range(queries))
     for piece in pieces:
         assert len(piece.mask) <= max(128, block_size)
         shown = piece.mask[:, : piece.context.stop - piece.context.start].any(0)
         assert shown.all() or row.anchor_count < len(row.anchors)
     torch.manual_seed(0)
-    shapes = [(4, queries), (2, tokens + queries), (2, tokens + queries)]
+    shapes = [(4, queries), (2, keys), (2, keys)]
     leaves = [torch.randn(*shape, 8, dtype=torch.float64, requires_grad=True) for shape in shapes]
     slope = torch.randn(4, queries, 8, dtype=torch.float64)
     found = [

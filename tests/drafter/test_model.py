@@ -153,7 +153,7 @@ def test_the_forward_pass_is_the_formula(kind, bias):
     for block in range(4):
         tokens = torch.tensor([row.tokens[row.anchors[block]]] + [spec.mask_token_id] * 3)
         expected = one_block(drafter, row, block, features[:28].double(), embedding[tokens].double())
-        torch.testing.assert_close(hidden[block].double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hidden[block].double(), expected[1:], rtol=1e-4, atol=1e-4)
 
 
 def make_step(drafter: DFlashDrafter) -> tuple[RowStep, Tensor, Tensor]:
@@ -172,14 +172,15 @@ def make_step(drafter: DFlashDrafter) -> tuple[RowStep, Tensor, Tensor]:
 
 
 def hidden_states(step: RowStep, row: PackedRow, features: Tensor, x: Tensor | None = None) -> Tensor:
-    """[A, B, H] as the step's forward pass makes them; x [A * B, H]: block inputs in place of the embedded ones."""
+    """[A, B - 1, H], slots 1 to B - 1, as the step's forward pass makes them; x [A * B, H]: block inputs in place of the
+    embedded ones."""
     found: list[Tensor] = []
 
     def replace(module, args):
-        return args if x is None else (args[0], args[1], x, *args[3:-1], None)  # every block token by itself
+        return args if x is None else (x, *args[1:4], None, args[5])  # every block token by itself
 
     hooks = [
-        step.drafter.register_forward_pre_hook(replace),
+        step.drafter.layers[0].register_forward_pre_hook(replace),
         step.drafter.register_forward_hook(lambda module, args, out: found.append(out)),
     ]
     try:
@@ -187,7 +188,7 @@ def hidden_states(step: RowStep, row: PackedRow, features: Tensor, x: Tensor | N
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0].view(len(row.anchors), step.drafter.spec.block_size, -1)
+    return found[0].view(len(row.anchors), step.drafter.spec.block_size - 1, step.drafter.spec.hidden_size)
 
 
 def block_inputs(step: RowStep, row: PackedRow, embedding: Tensor) -> Tensor:
@@ -229,9 +230,9 @@ def test_features_a_block_must_see_change_it(kind, where):
             changed[key] += 1
             after = hidden_states(step, row, changed)
             for block in range(row.anchor_count):
-                for slot in range(spec.block_size):
+                for slot in range(1, spec.block_size):
                     sees = any(sees_context(row, block, s, key, widest) for s in reaching(spec, slot))
-                    assert torch.equal(after[block, slot], before[block, slot]) != sees, (key, block, slot)
+                    assert torch.equal(after[block, slot - 1], before[block, slot - 1]) != sees, (key, block, slot)
 
 
 def reaching(spec: DrafterSpec, slot: int) -> list[int]:
@@ -272,11 +273,12 @@ def test_slots_see_their_block_both_ways_on_full_layers_and_backwards_on_sliding
             changed = x.view(len(row.anchors), spec.block_size, -1).clone()
             changed[:, slot] += 1
             after = hidden_states(step, row, features, changed.flatten(0, 1))
-            for other in range(spec.block_size):
+            for other in range(1, spec.block_size):
                 behind, steps = other - slot, spec.num_layers * ((spec.sliding_window or 0) - 1)
                 sees = "full" in spec.layer_types or 0 <= behind <= steps
                 for block in range(row.anchor_count):
-                    assert torch.equal(after[block, other], before[block, other]) != sees, (slot, other, block)
+                    same = torch.equal(after[block, other - 1], before[block, other - 1])
+                    assert same != sees, (slot, other, block)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 20])
@@ -290,6 +292,7 @@ def test_one_layer_passes_gradient_exactly_where_the_rule_looks(where, window):
     x = block_inputs(step, row, embedding).requires_grad_()
     hidden = hidden_states(step, row, features, x).flatten(0, 1)
     rule = torch.from_numpy(slow_mask(row, len(row.anchors), spec.block_size, window))
+    rule = rule.unflatten(0, (-1, spec.block_size))[:, 1:].flatten(0, 1)
     direction = torch.randn(spec.hidden_size, generator=torch.Generator().manual_seed(2))
     for query in range(len(hidden)):
         grads = torch.autograd.grad((hidden[query] * direction).sum(), (features, x), retain_graph=True)

@@ -70,12 +70,11 @@ def plain_sums(step: RowStep, row: PackedRow, kind: str) -> tuple[Tensor, float]
     hook = step.drafter.register_forward_hook(lambda module, args, out: hidden.append(out))
     step.run(row, blocks, step.source.row(row))
     hook.remove()
-    shape = (blocks.anchors, step.drafter.spec.block_size)
-    weights = torch.from_numpy(blocks.weights)
+    shape = (blocks.anchors, step.drafter.spec.block_size - 1)
+    labels, weights = (torch.from_numpy(x[:, 1:]) for x in (blocks.labels, blocks.weights))
     numerator = plain_loss(
-        hidden[0].view(*shape, -1), torch.from_numpy(blocks.labels), weights.to(hidden[0].dtype), step.frozen.head,
-        step.drafter.spec, kind=kind,
-    )  # fmt: skip
+        hidden[0].view(*shape, -1), labels, weights.to(hidden[0].dtype), step.frozen.head, step.drafter.spec, kind=kind
+    )
     if kind == "dpace":
         return numerator, float(blocks.anchors)
     denominator = 0.0

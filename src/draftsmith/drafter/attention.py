@@ -1,7 +1,8 @@
 """Attention of blocks over context and their own block: SDPA piece by piece, or flex_attention with a BlockMask.
 
-Suffixes: Q queries (A * B block tokens), T context tokens, S = T + Q keys (context first), D head size, N heads,
-M key/value heads.  All paths take the same intervals (drafter/blocks.py), so they cannot disagree about the rule.
+Suffixes: Q queries, P block tokens (A * B; Q = P but for the last layer in training), T context tokens, S = T + P keys
+(context first), D head size, N heads, M key/value heads.  All paths take the same intervals (drafter/blocks.py), so
+they cannot disagree about the rule.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Piece:
 
     queries: slice
     context: slice
-    mask: Tensor  # bool [queries, context + queries]
+    own: slice  # their keys among the block tokens
+    mask: Tensor  # bool [queries, context + own]
 
 
 Mask = Tensor | BlockMask | tuple[Piece, ...] | None
@@ -69,32 +71,34 @@ def build_masks(
     block_size: int,
     windows: Sequence[int | None],
     device: torch.device,
+    *,
+    trained: bool = False,
 ) -> list[Mask]:
     """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch.
 
     kind: flex; sdpa, in pieces; dense, the plain twin of both, one mask of every query and key.
+    trained: the queries of the last layer are without slot 0 of each block.
     """
-    made: dict[int | None, Mask] = {}
-    for window in windows:
-        if window not in made:
-            intervals = (
-                *context_interval(low, high, block_size, window),
-                *block_interval(len(low), block_size, window),
-            )
+    made: dict[tuple[int | None, int], Mask] = {}
+    first = [0] * (len(windows) - 1) + [int(trained)]
+    for window, skip in zip(windows, first, strict=True):
+        if (window, skip) not in made:
+            every = (*context_interval(low, high, block_size, window), *block_interval(len(low), block_size, window))
+            intervals = tuple(i.reshape(-1, block_size)[:, skip:].reshape(-1) for i in every)
             if kind == "sdpa":
-                made[window] = piece_masks(low, block_size, intervals, device)
+                made[window, skip] = piece_masks(low, block_size, skip, intervals, device)
             else:
                 build = dense_mask if kind == "dense" else interval_block_mask
-                made[window] = build(*put_all(intervals, device), context=context)
-    return [made[w] for w in windows]
+                made[window, skip] = build(*put_all(intervals, device), context=context, own=len(every[0]))
+    return [made[key] for key in zip(windows, first, strict=True)]
 
 
 def piece_masks(
-    low: np.ndarray, block_size: int, intervals: tuple[np.ndarray, ...], device: torch.device
+    low: np.ndarray, block_size: int, skip: int, intervals: tuple[np.ndarray, ...], device: torch.device
 ) -> tuple[Piece, ...]:
-    """Pieces of at most TILE queries; each holds only the keys that some query of it sees.
+    """Pieces of at most TILE block tokens; each holds only the keys that some query of it sees.
 
-    intervals: lo, hi in the context and lo, hi among the queries, each int64 [Q].
+    intervals: lo, hi in the context and lo, hi among the block tokens, each int64 [Q], without the first `skip` slots.
     """
     most = max(1, TILE // block_size)
     cuts = [0]
@@ -103,27 +107,28 @@ def piece_masks(
             cuts.append(block)
     pieces = []
     for begin, end in zip(cuts, [*cuts[1:], len(low)], strict=True):
-        queries = slice(begin * block_size, end * block_size)
+        queries = slice(begin * (block_size - skip), end * (block_size - skip))
+        own = slice(begin * block_size, end * block_size)
         lo, hi, own_lo, own_hi = (i[queries] for i in intervals)
         seen = slice(int(lo.min()), int(hi.max()))
-        shifted = (lo - seen.start, hi - seen.start, own_lo - queries.start, own_hi - queries.start)
-        tensors = put_all(shifted, device)
-        pieces.append(Piece(queries, seen, dense_mask(*tensors, context=seen.stop - seen.start)))
+        shifted = (lo - seen.start, hi - seen.start, own_lo - own.start, own_hi - own.start)
+        mask = dense_mask(*put_all(shifted, device), context=seen.stop - seen.start, own=own.stop - own.start)
+        pieces.append(Piece(queries, seen, own, mask))
     return tuple(pieces)
 
 
-def dense_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: Tensor, *, context: int) -> Tensor:
-    """bool [Q, S]: True where the query sees the key."""
+def dense_mask(lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor, own_hi_Q: Tensor, *, context: int, own: int) -> Tensor:
+    """bool [Q, S]: True where the query sees the key.  own: how many keys are block tokens."""
     t = torch.arange(context, device=lo_Q.device)
-    q = torch.arange(len(lo_Q), device=lo_Q.device)
+    k = torch.arange(own, device=lo_Q.device)
     seen = (t >= lo_Q[:, None]) & (t < hi_Q[:, None])
-    own = (q >= own_lo_Q[:, None]) & (q < own_hi_Q[:, None])
-    return torch.cat([seen, own], dim=1)
+    return torch.cat([seen, (k >= own_lo_Q[:, None]) & (k < own_hi_Q[:, None])], dim=1)
 
 
 def interval_block_mask(
-    lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor | None = None, own_hi_Q: Tensor | None = None, *, context: int
-) -> BlockMask:
+    lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor | None = None, own_hi_Q: Tensor | None = None, *, context: int,
+    own: int = 0,
+) -> BlockMask:  # fmt: skip
     """The same mask for flex_attention, written down from interval overlaps with the tiles of keys.
 
     Costs O(Q * S / TILE) additions; the rule itself is never evaluated on Q x S elements.  Without own intervals there
@@ -133,15 +138,15 @@ def interval_block_mask(
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if own_lo_Q is None or own_hi_Q is None:
             return (k >= lo_Q[q]) & (k < hi_Q[q])
-        own = k - context
-        return ((k >= lo_Q[q]) & (k < hi_Q[q])) | ((own >= own_lo_Q[q]) & (own < own_hi_Q[q]))
+        at = k - context
+        return ((k >= lo_Q[q]) & (k < hi_Q[q])) | ((at >= own_lo_Q[q]) & (at < own_hi_Q[q]))
 
     what = ("num_blocks", "indices")
     names = [f"{full}{side}_{w}" for full in ("", "full_") for side in ("kv", "q") for w in what]
-    lists: dict[str, Any] = dict(zip(names, _tiles(lo_Q, hi_Q, own_lo_Q, own_hi_Q, context), strict=True))
-    queries, keys = len(lo_Q), context + (0 if own_lo_Q is None else len(lo_Q))
+    tiles = _tiles(lo_Q, hi_Q, own_lo_Q, own_hi_Q, context, own)
+    lists: dict[str, Any] = dict(zip(names, tiles, strict=True))
     return BlockMask(
-        seq_lengths=(queries, keys),
+        seq_lengths=(len(lo_Q), context + own),
         **lists,
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
@@ -149,12 +154,11 @@ def interval_block_mask(
 
 
 def _tiles(
-    lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor | None, own_hi_Q: Tensor | None, context: int
+    lo_Q: Tensor, hi_Q: Tensor, own_lo_Q: Tensor | None, own_hi_Q: Tensor | None, context: int, own: int
 ) -> tuple[Tensor, ...]:
     """Of partly visible tiles, then of wholly visible ones: number and list by tile of queries, and by tile of keys."""
-    own = own_lo_Q is not None and own_hi_Q is not None
-    queries, keys = len(lo_Q), context + (len(lo_Q) if own else 0)
-    q_tiles, k_tiles = -(-queries // TILE), -(-keys // TILE)
+    queries = len(lo_Q)
+    q_tiles, k_tiles = -(-queries // TILE), -(-(context + own) // TILE)
     begin = torch.arange(k_tiles, device=lo_Q.device) * TILE
     end = begin + TILE
 
@@ -200,12 +204,11 @@ def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
         return flex(q_NQD[None], k_NSD[None], v_NSD[None], block_mask=mask)[0]
     if not isinstance(mask, tuple):
         return _sdpa(q_NQD, k_NSD, v_NSD, mask)
-    (k_NTD, k_NQD), (v_NTD, v_NQD) = (x.tensor_split((x.shape[1] - q_NQD.shape[1],), dim=1) for x in (k_NSD, v_NSD))
+    (k_NTD, k_NPD), (v_NTD, v_NPD) = (x.tensor_split((x.shape[1] - mask[-1].own.stop,), dim=1) for x in (k_NSD, v_NSD))
     outs = []
     for piece in mask:
-        q, c = piece.queries, piece.context
-        k, v = (torch.cat([a[:, c], b[:, q]], dim=1) for a, b in ((k_NTD, k_NQD), (v_NTD, v_NQD)))
-        outs.append(_sdpa(q_NQD[:, q], k, v, piece.mask))
+        k, v = (torch.cat([a[:, piece.context], b[:, piece.own]], dim=1) for a, b in ((k_NTD, k_NPD), (v_NTD, v_NPD)))
+        outs.append(_sdpa(q_NQD[:, piece.queries], k, v, piece.mask))
     return torch.cat(outs, dim=1)
 
 

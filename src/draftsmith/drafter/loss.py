@@ -50,7 +50,8 @@ def drafter_loss(
 ) -> LossSums:
     """Loss of the trained slots of one row.
 
-    hidden_QH: hidden states of all slots; where_R: flat index in [A, B] of those that count; labels_R: their tokens.
+    hidden_QH: hidden states of all slots; where_R: flat index in weights_AB of those that count; labels_R:
+    their tokens.
     weights_AB: decay weights; `dpace` takes only their shape.
     kind: decay, sum(w * CE) with the given weights, denominator sum(w); or dpace (arXiv 2605.18810), whose weights
     follow from the CE of the block itself, denominator: the number of anchors that count.

@@ -1,7 +1,7 @@
 """The DFlash drafter (arXiv 2602.06036): a few transformer layers whose block tokens read the target's features.
 
-Suffixes: Q block tokens, T context tokens, S = T + Q, H hidden size, K feature layers, N query heads, M key/value
-heads, D head size.  One class serves training and serving; module names are the checkpoint's keys.
+Suffixes: P block tokens, Q of them queried, T context tokens, S = T + P, H hidden size, K feature layers, N query
+heads, M key/value heads, D head size.  One class serves training and serving; module names are the checkpoint's keys.
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self._heads(self.k_proj(x_nH))), tables), self._heads(self.v_proj(x_nH))
 
     def forward(
-        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, blocks: Blocks | None
-    ) -> Tensor:
-        q_NQD = rotate(self.q_norm(self._heads(spread(self.q_proj(x_nH), blocks))), tables)
-        k_MQD = rotate(self.k_norm(self._heads(spread(self.k_proj(x_nH), blocks))), tables)
-        v_MQD = self._heads(spread(self.v_proj(x_nH), blocks))
-        k_MSD, v_MSD = torch.cat([context[0], k_MQD], dim=1), torch.cat([context[1], v_MQD], dim=1)
+        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, compact: Blocks | None,
+        last: Blocks | None,
+    ) -> Tensor:  # fmt: skip
+        q_NQD = self.q_norm(self._heads(trained(spread(self.q_proj(x_nH), compact), last)))
+        q_NQD = rotate(q_NQD, (trained(tables[0], last), trained(tables[1], last)))
+        k_MPD = rotate(self.k_norm(self._heads(spread(self.k_proj(x_nH), compact))), tables)
+        v_MPD = self._heads(spread(self.v_proj(x_nH), compact))
+        k_MSD, v_MSD = torch.cat([context[0], k_MPD], dim=1), torch.cat([context[1], v_MPD], dim=1)
         out_NQD = attend(q_NQD, k_MSD, v_MSD, mask)
         return self.o_proj(out_NQD.transpose(0, 1).flatten(1))
 
@@ -102,9 +104,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, blocks: Blocks | None = None
-    ) -> Tensor:
-        x_QH = spread(x_nH, blocks) + self.self_attn(self.input_layernorm(x_nH), context, tables, mask, blocks)
+        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask,
+        compact: Blocks | None = None, last: Blocks | None = None,
+    ) -> Tensor:  # fmt: skip
+        attended_QH = self.self_attn(self.input_layernorm(x_nH), context, tables, mask, compact, last)
+        x_QH = trained(spread(x_nH, compact), last) + attended_QH
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
     def key_value(self, context_TH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
@@ -142,18 +146,20 @@ class DFlashDrafter(nn.Module):
         return [cast(Layer, layer).key_value(context_TH, tables) for layer in self.layers]
 
     def blocks(
-        self, x_nH: Tensor, positions_Q: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask],
+        self, x_nH: Tensor, positions_P: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask],
         blocks: Blocks | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of block tokens after the final norm, [Q, H]; the target's head makes logits of them.
 
-        x_nH: embeddings of the Q block tokens; or with `blocks` only those that differ: the A anchors, then MASK, which
-        all other slots hold.  The first layer then projects A + 1 rows and not A * B.
+        x_nH: embeddings of the P block tokens; Q = P.  With `blocks`, as in training, only those that differ: the A
+        anchors, then MASK, which all other slots hold, so that the first layer projects A + 1 rows and not A * B; and
+        of the last layer only what is trained is computed, slots 1 to B - 1: Q = A * (B - 1).
         """
-        tables = rotary_tables(positions_Q, self.spec.head_dim, self.spec.rope_theta)
-        for layer, key_value, mask in zip(self.layers, context, masks, strict=True):
-            x_nH = layer(x_nH, key_value, tables, mask, blocks)
-            blocks = None
+        tables = rotary_tables(positions_P, self.spec.head_dim, self.spec.rope_theta)
+        compact, end = blocks, len(self.layers) - 1
+        for number, (layer, key_value, mask) in enumerate(zip(self.layers, context, masks, strict=True)):
+            x_nH = layer(x_nH, key_value, tables, mask, compact, blocks if number == end else None)
+            compact = None
         return self.norm(x_nH)
 
     def forward(
@@ -161,11 +167,11 @@ class DFlashDrafter(nn.Module):
         features_TK: Tensor,
         positions_T: Tensor,
         x_nH: Tensor,
-        positions_Q: Tensor,
+        positions_P: Tensor,
         masks: Sequence[Mask],
         blocks: Blocks | None = None,
     ) -> Tensor:
-        return self.blocks(x_nH, positions_Q, self.context(features_TK, positions_T), masks, blocks)
+        return self.blocks(x_nH, positions_P, self.context(features_TK, positions_T), masks, blocks)
 
 
 def spread(x_nC: Tensor, blocks: Blocks | None) -> Tensor:
@@ -175,6 +181,11 @@ def spread(x_nC: Tensor, blocks: Blocks | None) -> Tensor:
     anchors, size = blocks
     rest = x_nC[anchors].expand(anchors, size - 1, x_nC.shape[1])
     return torch.cat([x_nC[:anchors, None], rest], dim=1).flatten(0, 1)
+
+
+def trained(x_PC: Tensor, blocks: Blocks | None) -> Tensor:
+    """The slots that are trained, all but the first of each block, [A * (B - 1), C]; without `blocks` as it is."""
+    return x_PC if blocks is None else x_PC.unflatten(0, blocks)[:, 1:].flatten(0, 1)
 
 
 def working_copy(drafter: DFlashDrafter, dtype: torch.dtype) -> DFlashDrafter:

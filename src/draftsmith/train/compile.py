@@ -67,6 +67,8 @@ def check_fp8(config: Config, device: torch.device) -> None:
         return
     if not (wanted(config, device) and fp8.available(device)):
         raise InputError(f"train.fp8={train.fp8}: it needs a compiled run on a GPU with 8-bit products: set it to off")
+    if train.fp8 != "target" and train.anchors % 16:
+        raise InputError(f"train.fp8={train.fp8}: 8-bit products take train.anchors={train.anchors} in multiples of 16")
     if train.features == "files" and train.fp8 != "drafter":
         raise InputError(f"train.fp8={train.fp8}: with train.features=files no target runs: set it to drafter or off")
 

@@ -1,6 +1,7 @@
 """One row through the drafter, and one optimizer step over several rows.
 
-Suffixes as in drafter/: T row tokens, A anchors, B block size, Q = A * B, R trained slots, H hidden size.
+Suffixes as in drafter/: T row tokens, A anchors, B block size, P = A * B, Q = A * (B - 1), R trained slots,
+H hidden size.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.config import LossConfig, TrainConfig
@@ -110,23 +112,25 @@ class RowStep:
     def run(self, row: PackedRow, blocks: BlockBatch, features_TK: Tensor) -> LossSums:
         """Loss sums of one row with at least one anchor."""
         spec, device = self.drafter.spec, self.device
-
-        where = np.flatnonzero(blocks.counts)
+        # slot 0 is never trained: what follows counts slots from 1
+        counts, labels = blocks.counts[:, 1:], blocks.labels[:, 1:]
+        where = np.flatnonzero(counts)
         # slot 0 holds the anchor, every other slot MASK; rows in a multiple of 16, as 8-bit products want them
         anchors = len(blocks.inputs)
         masked = np.full(16 - anchors % 16, spec.mask_token_id)
-        distinct, positions_T, positions_Q, where_R, labels_R, weights_AB = put_all(
+        distinct, positions_T, positions_P, where_R, labels_R, weights_AB = put_all(
             [np.append(blocks.inputs[:, 0], masked), row.positions, blocks.positions.reshape(-1), where,
-             blocks.labels.reshape(-1)[where], blocks.weights], device,
+             labels.reshape(-1)[where], blocks.weights[:, 1:]], device,
         )  # fmt: skip
         masks = build_masks(
-            self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device
-        )
+            self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device,
+            trained=True,
+        )  # fmt: skip
         x_nH = embed(distinct, self.frozen.embedding, spec)
         hidden_QH = self.trunk(
-            features_TK.to(self.compute_dtype), positions_T, x_nH, positions_Q, masks, (anchors, spec.block_size)
+            features_TK.to(self.compute_dtype), positions_T, x_nH, positions_P, masks, (anchors, spec.block_size)
         )
-        return drafter_loss(
+        sums = drafter_loss(
             hidden_QH.to(self.compute_dtype),
             labels_R,
             where_R,
@@ -138,6 +142,8 @@ class RowStep:
             chunk_rows=self.chunk_rows,
             chunk=self.chunk,
         )
+        by_slot = (F.pad(values, (1, 0)) for values in (sums.ce_B, sums.correct_B, sums.count_B))
+        return LossSums(sums.weighted, *by_slot)
 
     def step(self, number: int, rows: Sequence[PackedRow], optimizer: torch.optim.Optimizer, rate: float) -> StepSums:
         """Gradients of sum(numerators) / sum(denominators) over all rows of the step, those of the other drafters too,
