@@ -215,6 +215,20 @@ def test_a_run_that_does_not_fit_exits_2(target_folder, tmp_path, capsys, monkey
     assert "none fits" in said.out
 
 
+def test_what_fits_is_said_also_where_measuring_takes_too_much(target_folder, tmp_path, capsys, monkeypatch):
+    def measure(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr("draftsmith.plan.measure", measure)
+    monkeypatch.setattr("draftsmith.plan.available_memory", lambda: GIB)
+    path = tmp_path / "config.json"
+    path.write_text(make_config(target_folder, tmp_path, "train.row_tokens=1048576").dump())
+    assert main(["plan", str(path)]) == 2
+    said = capsys.readouterr()
+    assert "GiB too little; what fits: train.row_tokens=" in said.err and said.err.count("\n") == 1
+    assert "measuring ran out of memory: rows/s and tokens/s are an H200's" in said.out
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
 def test_measured_rates_give_back_the_measured_seconds(stored, dtype):
     train = stored.train.model_copy(update={"compute_dtype": dtype})

@@ -131,9 +131,8 @@ class Bench:
         compiled = compiling.wanted(self.config, self.device)
         if compiled:
             self.compiler = compiling.Compiler(
-                self.config, self.world, compiling.parts(self.config, self.spec, self.target), self.device,
-                self.said.append, self.said.append,
-            )  # fmt: skip
+                self.config, self.world, self.spec, self.target, self.said.append, self.said.append
+            )
         if drafter:
             model = DFlashDrafter(self.spec).to(self.device)
             generator = torch.Generator(self.device).manual_seed(3)

@@ -24,10 +24,22 @@ from draftsmith.config import Config
 from draftsmith.data.store import Store
 from draftsmith.drafter.loss import default_chunk_rows
 from draftsmith.errors import InputError
-from draftsmith.predict import CARDS, GIB, Geometry, Prediction, Settings, card_rates, predict, too_little
+from draftsmith.predict import (
+    CARDS,
+    GIB,
+    Geometry,
+    Prediction,
+    Settings,
+    card_rates,
+    memory,
+    predict,
+    smaller_rows,
+    too_little,
+)
 from draftsmith.rates import Work, made_up_row, measure, measure_together
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.target.model import Target, drafter_spec, load_meta, pick_device
+from draftsmith.train.dist import out_of_memory
 
 ROWS = 2
 """Rows of the store that are looked at and measured with."""
@@ -66,17 +78,23 @@ def plan(config: Config, gpus: int | None = None, gpu: str | None = None) -> Pla
     if gpus and not found.gpu:
         raise InputError(f"--gpus {gpus}: no GPU is here, so say which with --gpu ({', '.join(CARDS)})")
     work = prepare(config, as_gpu=found.gpu)
-    crowd = None
+    crowd, notes = None, _notes(config, gpu)
     if gpu is not None:
         rates = card_rates(CARDS[gpu])
     else:
         device = pick_device(config.device)
-        rates = measure(work, device)
         together = min(processes, len(os.sched_getaffinity(0)))
-        if together > 1 and not found.gpu:
-            crowd = together, measure_together(config, together)
+        try:
+            rates = measure(work, device)
+            if together > 1 and not found.gpu:
+                crowd = together, measure_together(config, together)
+        except (MemoryError, RuntimeError) as error:  # a row through one layer is too much: sizes can still be told
+            if not out_of_memory(error):
+                raise
+            rates = card_rates(CARDS["h200"])
+            notes.append("measuring ran out of memory: rows/s and tokens/s are an H200's")
     prediction = predict(work.geometry, work.spec, work.settings, rates, processes, found.devices, crowd=crowd)
-    return Planned(found, work, processes, prediction, tuple(_notes(config, gpu)))
+    return Planned(found, work, processes, prediction, tuple(notes))
 
 
 def _notes(config: Config, gpu: str | None) -> list[str]:
@@ -276,3 +294,20 @@ def does_not_fit(planned: Planned, config: Config) -> str | None:
     over = min(asked, key=lambda p: max(n - d for n, d in zip(p.need, devices, strict=True)))
     work = planned.work
     return too_little(work.geometry, work.spec, work.settings, over, devices, placements)
+
+
+def what_fits(config: Config, spec: DrafterSpec, target: Target, role: str, row: PackedRow, has: float) -> str:
+    """After a process ran out of memory: what it needs by these sums, and the largest rows that fit `has` bytes.
+
+    role: of memory().  The sums hold within 20%: where they say that the row should have fitted, a fifth must go.
+    """
+    settings = row_settings(config, spec, [row], target.device.type == "cuda")
+    geometry = geometry_of(target, spec)
+
+    def need(changed: Settings) -> float:
+        return memory(geometry, spec, changed, config.placement.drafters)[role]["peak"]
+
+    most = min(has, 0.8 * need(settings))
+    ways = smaller_rows(settings, lambda changed: need(changed) <= most)
+    size = f"about {need(settings) / GIB:.3g} GiB needed by the sums of `draftsmith plan`, {has / GIB:.3g} GiB there"
+    return f"{size}; " + (f"what should fit: {', or '.join(ways)}" if ways else "shorter rows would not fit either")

@@ -460,15 +460,19 @@ def too_little(
 
     if placement.targets and (n := _largest(settings.run_ahead, 1, lambda x: fits(_but(settings, run_ahead=x)))):
         ways.append(f"placement.run_ahead={n} instead of {settings.run_ahead}")
+    ways += smaller_rows(settings, fits)
+    nothing = "; neither another placement nor shorter rows would"
+    return line + (f"; what fits: {', or '.join(ways)}" if ways else nothing)
+
+
+def smaller_rows(settings: Settings, fits: Callable[[Settings], bool]) -> list[str]:
+    """The most row tokens, and the most anchors, that fit while all else stays, in words."""
+    ways = []
     if t := _largest(settings.row_tokens, 64, lambda x: fits(_but(settings, row_tokens=x))):
         ways.append(f"train.row_tokens={t} instead of {settings.row_tokens}")
     if a := _largest(settings.anchors, 8, lambda x: fits(_but(settings, anchors=x))):
         ways.append(f"train.anchors={a} instead of {settings.anchors}")
-    return (
-        f"{line}; what fits: {', or '.join(ways)}"
-        if ways
-        else f"{line}; neither another placement nor shorter rows would"
-    )
+    return ways
 
 
 def _but(settings: Settings, *, row_tokens: int = 0, anchors: int = 0, run_ahead: int = 0) -> Settings:

@@ -5,11 +5,17 @@ python -m pytest tests/gpu -m gpu
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import re
+from typing import Any
+
 import pytest
 import torch
 
 from draftsmith.bench import Bench
 from draftsmith.drafter.fp8 import available
+from draftsmith.errors import InputError
 from draftsmith.geometry import Shape
 
 pytestmark = [
@@ -18,6 +24,8 @@ pytestmark = [
 ]
 
 SHAPE = Shape(1024, 64, 16, layers=2, documents=3)
+OTHER_DRAFTER = {"layer_types": ("full", "sliding"), "sliding_window": 100, "attention_bias": True}
+OTHER_FIELDS = ("loss.kind=dpace", "train.optimizer=muon")
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +35,10 @@ def fresh_dynamo():
     torch._dynamo.config.error_on_recompile = False
 
 
-def built(tmp_path, *fields: str, **kinds: bool) -> Bench:
-    bench = Bench("small", SHAPE, "cuda", fields=[f"compile.cache_dir={tmp_path}", *fields])
-    bench.build(**kinds)
+def built(tmp_path, *fields: str, shape: Shape = SHAPE, spec: dict[str, Any] | None = None) -> Bench:
+    bench = Bench("small", shape, "cuda", fields=[f"compile.cache_dir={tmp_path}", *fields])
+    bench.spec = dataclasses.replace(bench.spec, **(spec or {}))
+    bench.build()
     return bench
 
 
@@ -43,6 +52,21 @@ def train(bench: Bench, steps: int, rows: int = 1) -> list[float]:
     return losses
 
 
+def check_nothing_waits(bench: Bench) -> None:
+    """Steps of one row and of two, which keep their gradients in different ways, the optimizer's part included."""
+    train(bench, 1)
+    assert bench.step is not None
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(4):
+            bench.step.step(number, bench.rows[: 1 + number % 2], bench.optimizer, 1e-4)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            float(bench.step.frozen.head[0, 0])  # the mode does notice
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows):
     compiled = train(built(tmp_path), 6, rows)
@@ -52,19 +76,48 @@ def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows):
     assert compiled[-1] < compiled[0]
 
 
+@pytest.mark.parametrize("fields", [(), OTHER_FIELDS])
+def test_so_are_those_of_another_drafter_loss_and_optimizer_which_wait_for_nothing_either(tmp_path, fields):
+    """Sliding layers and biases; then dpace and Muon too.  Two rows a step."""
+    bench = built(tmp_path, *fields, spec=OTHER_DRAFTER)
+    compiled = train(bench, 6, 2)
+    check_nothing_waits(bench)
+    assert bench.compiler is not None
+    bench.compiler.check(6)
+    torch._dynamo.reset()
+    torch._dynamo.config.error_on_recompile = False
+    plain = train(built(tmp_path, "compile.enabled=false", *fields, spec=OTHER_DRAFTER), 6, 2)
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=5e-3, atol=0)
+    assert compiled[-1] < compiled[0]
+
+
 def test_nothing_waits_for_the_device_between_log_points(tmp_path):
-    bench = built(tmp_path)
-    train(bench, 1)
-    assert bench.step is not None
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    check_nothing_waits(built(tmp_path))
+
+
+def test_a_row_that_does_not_fit_ends_in_one_line_and_what_it_names_fits(tmp_path):
+    large = Shape(8192, 4096, 16, layers=2, documents=4)  # needs 4 GiB, nearly all of it for the row's activations
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved() + 1.5 * 2**30
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
     try:
-        for number in range(3):
-            bench.step.step(number, bench.rows[:2], bench.optimizer, 1e-4)
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            float(bench.step.frozen.head[0, 0])  # the mode does notice
+        with pytest.raises(InputError) as caught:
+            built(tmp_path, shape=large)
+        line = str(caught.value)
+        del caught  # its frames hold the tensors
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        found = re.search(
+            r"train\.row_tokens=8192 with train\.anchors=4096 does not fit the GPU \(CUDA out of memory\..*\): about "
+            r"\S+ GiB needed .*, \S+ GiB there; what should fit: .*train\.anchors=(\d+) instead of 4096$", line
+        )  # fmt: skip
+        assert found, line
+        anchors = int(found[1]) * 4 // 5  # the sums hold within 20%
+        assert 512 < anchors < 2048
+        train(built(tmp_path, shape=dataclasses.replace(large, anchors=anchors)), 1)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_the_fused_attention_kernels_ran(tmp_path):

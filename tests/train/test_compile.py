@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,21 +10,27 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_config, write_conversations
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.nn.attention.flex_attention import flex_attention
 
 from draftsmith.data.tokenize import tokenize
 from draftsmith.errors import FallbackError, InputError
+from draftsmith.plan import geometry_of, row_settings
+from draftsmith.predict import memory
 from draftsmith.rundir import attempts
+from draftsmith.target.model import drafter_spec
 from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World
+from draftsmith.train.loop import train
 
 
 @pytest.fixture
-def made(target_folder, tmp_path):
+def made(target, target_folder, tmp_path):
     """make(*overrides) -> (Compiler, what it said, what it recorded as a fallback)"""
     before = list(warnings.filters)
 
@@ -31,9 +38,8 @@ def made(target_folder, tmp_path):
         said: list[str] = []
         recorded: list[str] = []
         config = make_config(target_folder, tmp_path, f"compile.cache_dir={tmp_path}/cache", *overrides)
-        compiler = compiling.Compiler(
-            config, World(), {"torch": torch.__version__}, torch.device("cpu"), said.append, recorded.append
-        )
+        spec = drafter_spec(config.drafter, target)
+        compiler = compiling.Compiler(config, World(), spec, target, said.append, recorded.append)
         return compiler, said, recorded
 
     environment = dict(os.environ)
@@ -117,11 +123,88 @@ def test_a_second_run_in_the_same_process_warms_up_again(made):
         compiler.arm()
 
 
-def test_a_row_that_does_not_fit_is_one_line(made):
-    compiler, _, _ = made()
-    what = r"train\.row_tokens=128 .* does not fit the GPU .*`draftsmith plan`"
-    with pytest.raises(InputError, match=what), compiler._explained():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+@pytest.mark.parametrize("there", [2**30, 2**40])
+def test_a_row_that_does_not_fit_is_one_line_with_what_would(made, monkeypatch, there):
+    """Also where the sums say that it should have: then a fifth less."""
+    monkeypatch.setattr(compiling, "process_memory", lambda device: there)
+    compiler, _, _ = made("train.row_tokens=8192", "train.anchors=4096")
+    with pytest.raises(InputError) as caught, compiler._explained():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+    line = str(caught.value)
+    assert "train.row_tokens=8192 with train.anchors=4096 does not fit the memory (CUDA out of memory. Tried" in line
+    anchors = int(line.split("train.anchors=")[-1].split()[0])
+
+    def need(anchors: int) -> float:
+        config = make_config(Path(compiler.config.target.model), Path("/"), "train.row_tokens=8192",
+                             f"train.anchors={anchors}", "loss.chunk_rows=512")  # fmt: skip
+        row = compiling.made_up_row(config, compiler.spec.block_size)
+        settings = row_settings(config, compiler.spec, [row], gpu=False)
+        return memory(geometry_of(compiler.target, compiler.spec), compiler.spec, settings, 1)["colocated"]["peak"]
+
+    most = min(there, 0.8 * need(4096))
+    assert need(anchors) <= most < 1.01 * need(anchors + 16)
+
+
+CPP = "/tmp/x.cpp:1:10: fatal error: {}: No such file or directory\n    1 | #include <{}>\ncompilation terminated."
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "advice"),
+    [
+        (CppCompileError(["c++"], CPP.format("Python.h", "Python.h")), "Python.h: No such file", "Python's headers"),
+        (CppCompileError(["c++"], CPP.format("omp.h", "omp.h")), "omp.h: No such file", "install a C++ compiler"),
+        (PermissionError(errno.EACCES, "Permission denied", "/c++"), "PermissionError", "install a C++ compiler"),
+        (InvalidCxxCompiler(), "No working C++ compiler", "install a C++ compiler"),
+        (
+            CppCompileError(["c++"], "x.s: fatal error: No space left on device"),
+            "No space left",
+            "free space in compile",
+        ),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            "No space left on device",
+            "free space in compile.cache_dir",
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line_whoever_is_compiled(made, fault, cause, advice):
+    def fail(row):
+        raise InductorError(fault, None)
+
+    compiler, _, recorded = made()
+    extract = SimpleNamespace(compile=lambda fp8: None, deviation=fail, target=compiler.target)
+    with pytest.raises(InputError) as caught, compiler._explained():
+        compiler._target(extract, None)
+    assert str(caught.value).startswith("compile: this machine cannot compile (")
+    assert cause in str(caught.value) and advice in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(InductorError, match="other"), compiler._explained():
+        raise InductorError(RuntimeError("other"), None)
+    assert not recorded
+
+
+@pytest.mark.parametrize(("start", "waits"), [("auto", True), ("first", True), ("together", False)])
+def test_on_a_cpu_all_but_the_first_wait_unless_told_otherwise(made, monkeypatch, start, waits):
+    asked = []
+
+    class Second(World):
+        def read(self, key, owner=0):
+            asked.append(key)
+            return "cold"
+
+    compiler, _, _ = made(f"compile.start={start}")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    compiler.world, compiler._compile_all = Second(rank=1), lambda *args: asked.append("compiled")
+    compiler.warm_up(None, None)
+    assert asked == ["compile/warm/0", "compiled"] if waits else ["compiled"]
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_there_is_a_run(stored, tmp_path):
+    (tmp_path / "file").touch()
+    compile_settings = stored.compile.model_copy(update={"enabled": True, "cache_dir": tmp_path / "file"})
+    config = stored.model_copy(update={"compile": compile_settings})
+    with pytest.raises(InputError, match=r"compile\.cache_dir: .* cannot be written"):
+        train(config)
+    assert not config.runs_dir.exists()
 
 
 def test_the_profiled_step_must_have_run_fused_attention_both_ways():
@@ -142,8 +225,6 @@ def test_fp8_is_refused_where_there_is_none(target_folder, tmp_path, fields):
 
 
 def test_the_fingerprint_follows_what_compiled_code_depends_on(target_folder, tmp_path, target):
-    from draftsmith.target.model import drafter_spec
-
     def parts(*overrides: str) -> dict[str, str]:
         config = make_config(target_folder, tmp_path, *overrides)
         return compiling.parts(config, drafter_spec(config.drafter, target), target)
@@ -177,33 +258,51 @@ def work(target_folder, tmp_path_factory):
     return work, path, config
 
 
-def facts(config, attempt: int, rank: int = 0) -> dict:
-    run = attempts(config.runs_dir, config.name)[attempt]
+def facts(run, rank: int = 0) -> dict:
     return json.loads(run.manifest("built", rank).read_text())["built"]["compiled"]
 
 
-def curve(run) -> list[float]:
+def curve(run) -> torch.Tensor:
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return torch.tensor([line["loss"] for line in lines if line["kind"] == "train"])
 
 
-def test_two_processes_start_cold_then_from_the_bundle_and_train_like_eager_ones(work):
+@pytest.fixture(scope="module")
+def eager(work):
+    _, path, config = work
+    run(path, "name=eager", "compile.enabled=false")
+    return curve(attempts(config.runs_dir, "eager")[0])
+
+
+def test_two_processes_start_cold_then_from_the_bundle_and_train_like_eager_ones(work, eager):
     folder, path, config = work
     out = run(path)
     assert "compiling the target 1/2" in out and "compiling the drafter 2/2" in out
-    cold = facts(config, 0)
-    assert cold["cache"] == "cold" and cold["target"] == "compiled" and cold["graph_breaks"] == 0
     first = attempts(config.runs_dir, config.name)[0]
+    cold = facts(first)
+    assert cold["cache"] == "cold" and cold["target"] == "compiled" and cold["graph_breaks"] == 0
     assert (first.compile_cache / "bundle.tar").is_file()
     shutil.rmtree(folder / "cache")
     out = run(path, "--new-attempt")
     assert "compile cache restored from" in out
-    warm = facts(config, 1)
+    again = attempts(config.runs_dir, config.name)[1]
+    warm = facts(again)
     assert warm["cache"] == "restored" and warm["cache_misses"] == 0 and warm["cache_hits"] > 0
-    run(path, "--new-attempt", "compile.enabled=false")
-    compiled, again, eager = (curve(r) for r in attempts(config.runs_dir, config.name))
-    assert compiled == again
-    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-4, atol=0)
+    assert curve(first).tolist() == curve(again).tolist()
+    torch.testing.assert_close(curve(first), eager, rtol=1e-4, atol=0)
+
+
+def test_a_split_that_compiles_together_on_an_empty_cache_trains_like_eager_processes(work, eager, tmp_path):
+    _, path, _ = work
+    out = run(path, "placement.mode=split", "placement.targets=1", "placement.drafters=1", "compile.start=together",
+              f"runs_dir={tmp_path}/runs", f"compile.cache_dir={tmp_path}/cache")  # fmt: skip
+    assert "compiling the target 1/1" in out and "compiling the drafter 1/1" in out
+    split = attempts(tmp_path / "runs", "tiny")[0]
+    drafter, target = facts(split), facts(split, 1)
+    assert drafter["cache"] == target["cache"] == "cold" and drafter["fingerprint"] == target["fingerprint"]
+    assert target["target"] == "compiled" and "target" not in drafter
+    assert all(f["graphs"] > 0 and f["graph_breaks"] == 0 for f in (drafter, target))
+    torch.testing.assert_close(curve(split), eager, rtol=1e-4, atol=0)
 
 
 def test_without_a_compiler_there_is_one_clear_line(work, tmp_path):

@@ -90,7 +90,7 @@ def _row_weights(ce_R: Tensor, where_R: Tensor, weights_AB: Tensor, kind: str, a
     ce_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=ce_R.dtype)
     ce_AB[where_R] = ce_R
     counts_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=torch.bool)
-    counts_AB[where_R] = True
+    counts_AB.index_fill_(0, where_R, True)  # an assigned number is copied to the device, and waited for
     return dpace_weights(ce_AB.view_as(weights_AB), counts_AB.view_as(weights_AB), alpha).reshape(-1)[where_R]
 
 

@@ -14,6 +14,7 @@ import json
 import platform
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ from draftsmith.rundir import RunDir
 from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.model import Target
 from draftsmith.train import compile_cache, optim
-from draftsmith.train.dist import World
+from draftsmith.train.dist import World, out_of_memory
+from draftsmith.train.memory import process_memory
 from draftsmith.train.optim import OnePassAdamW
 from draftsmith.train.step import RowStep
 
@@ -46,18 +48,26 @@ TOOLS = (
     "C compiler",
     "C++ compiler",
     "CxxCompiler",
+    "CppCompileError",
     "Python.h",
     "gcc",
     "g++",
     "CalledProcessError",
+    "PermissionError",
     "ptxas",
     "libcuda",
 )
 """Words by which a missing tool chain shows in torch's and Triton's errors."""
+FULL = ("No space left on device", "Disk quota exceeded")
 
 
 def wanted(config: Config, device: torch.device) -> bool:
     return device.type == "cuda" if config.compile.enabled is None else config.compile.enabled
+
+
+def cache_folder(config: Config, parts: dict[str, str]) -> Path:
+    """Raises InputError if it cannot be used."""
+    return compile_cache.folder_for(config.compile.cache_dir or env.cache_dir() / "compile", parts)
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
@@ -122,18 +132,19 @@ class Compiler:
 
     config: Config
     world: World
-    parts: dict[str, str]
-    device: torch.device
+    spec: DrafterSpec
+    target: Target
     say: Callable[[str], None]
     fell_back: Callable[[str], None]
+    parts: dict[str, str] = field(init=False)
     folder: Path = field(init=False)
     facts: dict[str, Any] = field(default_factory=dict)
     graphs: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Put the cache in its place and watch for dense attention: before anything is compiled or run."""
-        root = self.config.compile.cache_dir or env.cache_dir() / "compile"
-        self.folder = compile_cache.folder_for(root, self.parts)
+        self.parts = parts(self.config, self.spec, self.target)
+        self.folder = cache_folder(self.config, self.parts)
         if self._local_first:
             state = compile_cache.restore(self.folder, self.parts, self.config.runs_dir, self.config.name, self.say)
             self.world.publish(self._key("cache"), state)
@@ -143,6 +154,10 @@ class Compiler:
         env.compile_cache(self.folder)
         warnings.filterwarnings("error" if self._strict else "always", message=DENSE)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
 
     @property
     def _strict(self) -> bool:
@@ -189,8 +204,7 @@ class Compiler:
         )
 
     def _compile_all(self, step: RowStep | None, extract: FeatureExtractor | None) -> None:
-        spec = None if step is None else step.drafter.spec
-        row = made_up_row(self.config, spec.block_size if spec else self.config.drafter.block_size)
+        row = made_up_row(self.config, self.spec.block_size)
         total = (step is not None) + (extract is not None)
         if extract is not None:
             self.say(f"compiling the target 1/{total}")
@@ -198,7 +212,7 @@ class Compiler:
         if step is not None:
             self.say(f"compiling the drafter {total}/{total}")
             features = torch.zeros(
-                len(row.tokens), len(step.drafter.spec.feature_layers) * step.drafter.spec.hidden_size,
+                len(row.tokens), len(self.spec.feature_layers) * self.spec.hidden_size,
                 dtype=step.compute_dtype, device=self.device,
             )  # fmt: skip
             self._drafter(step, row, features)
@@ -215,11 +229,9 @@ class Compiler:
                 bound = 1e-4 if extract.target.dtype == torch.float32 else 5e-2
                 if not apart < (0.7 if eight else bound):
                     why = f"its features then differ from those of single documents by {apart:.1e}"
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # whatever torch says when a model's code does not compile
                 why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-                if any(word in str(error) for word in TOOLS):
+                if out_of_memory(error) or _machine_fault(error) is not None:
                     raise
         if why is not None:
             extract.compiled = None
@@ -238,23 +250,30 @@ class Compiler:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"{self.world.name()}: a row of train.row_tokens={self.config.train.row_tokens} with train.anchors="
-                f"{self.config.train.anchors} does not fit the GPU ({str(error).splitlines()[0][:160]}): `draftsmith "
-                f"plan` says what would"
-            ) from error
         except UserWarning as error:
             raise FallbackError(f"the warm-up ran uncompiled attention: {_cause(error)}") from error
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            if not any(word in text for word in TOOLS):
+            if out_of_memory(error):
+                raise InputError(self._too_large(error)) from error
+            what = _machine_fault(error)
+            if what is None:
                 raise
-            line = next(line for line in text.splitlines() if any(word in line for word in TOOLS))
-            raise InputError(
-                f"compile: this machine cannot compile ({line.strip()[:200]}): install a C++ compiler and Python's "
-                f"headers, or set compile.enabled=false"
-            ) from error
+            advice = "install a C++ compiler and Python's headers, or set compile.enabled=false"
+            if any(word in what for word in FULL):
+                advice = f"free space in compile.cache_dir ({self.folder}) and in {tempfile.gettempdir()}"
+            raise InputError(f"compile: this machine cannot compile ({what}): {advice}") from error
+
+    def _too_large(self, error: Exception) -> str:
+        from draftsmith.plan import what_fits  # which measures compiled layers, and so imports this file
+
+        train, role = self.config.train, {"both": "colocated"}.get(self.world.role, self.world.role)
+        row, has = made_up_row(self.config, self.spec.block_size), process_memory(self.device)
+        where = "the GPU" if self.device.type == "cuda" else "the memory"
+        return (
+            f"{self.world.name()}: a row of train.row_tokens={train.row_tokens} with train.anchors={train.anchors} "
+            f"does not fit {where} ({str(error).strip().splitlines()[0][:160]}): "
+            f"{what_fits(self.config, self.spec, self.target, role, row, has)}"
+        )
 
     def arm(self, run: RunDir | None = None) -> None:
         """From now on nothing may be compiled any more.  run: where the bundle is kept, on rank 0."""
@@ -315,6 +334,16 @@ class Guarded:
     def row(self, row: PackedRow) -> Tensor:
         with self.compiler.guarded(row.index):
             return self.source.row(row)
+
+
+def _machine_fault(error: Exception) -> str | None:
+    """What the machine lacks, in the compiler's own words where one failed; None: the fault lies elsewhere."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    full, tools = ([line for line in lines if any(word in line for word in words)] for words in (FULL, TOOLS))
+    if tools and not full:
+        tools = [line for line in lines if "error: " in line] or tools
+    found = full or tools
+    return found[0].split("error: ", 1)[-1].strip()[:200] if found else None
 
 
 def _forget_warnings() -> None:

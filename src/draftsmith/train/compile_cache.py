@@ -32,11 +32,13 @@ def fingerprint(parts: Mapping[str, str]) -> str:
 def folder_for(root: Path, parts: Mapping[str, str]) -> Path:
     """The cache folder, made and tried.  Raises InputError if it cannot be written, or is another fingerprint's."""
     folder = root / fingerprint(parts)
+    probe = folder / f".probe.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(4096))  # of a full disk the empty file can still be made
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
             f"compile.cache_dir: {folder} cannot be written ({error.strerror}): set it to a folder that can, or "

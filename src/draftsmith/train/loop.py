@@ -113,6 +113,8 @@ def prepare(
         notes.append("nothing is held out, so no held-out loss")
     steps = settings.steps or ceil((settings.epochs or 0) * len(loader.plan(0)) / settings.rows_per_step)
     compiling.check_fp8(config, target.device)
+    if compiling.wanted(config, target.device):
+        compiling.cache_folder(config, compiling.parts(config, spec, target))
     gpu = target.device.type == "cuda"
     compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
@@ -225,9 +227,8 @@ def make_compiler(
     """None where nothing is compiled."""
     if not compiling.wanted(config, plan.target.device):
         return None
-    parts = compiling.parts(config, plan.spec, plan.target)
     with world.together("compile cache"):
-        return compiling.Compiler(config, world, parts, plan.target.device, say, recorder.fell_back)
+        return compiling.Compiler(config, world, plan.spec, plan.target, say, recorder.fell_back)
 
 
 def row_bytes(config: Config, plan: Plan) -> int:

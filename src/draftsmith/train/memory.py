@@ -8,6 +8,7 @@ import torch
 
 from draftsmith import env
 from draftsmith.errors import InputError
+from draftsmith.predict import RUNTIME_BYTES
 from draftsmith.train.dist import World
 
 SHARE = 0.8
@@ -52,6 +53,15 @@ def available_memory() -> int:
     except OSError:
         return free
     return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+
+
+def process_memory(device: torch.device) -> float:
+    """Bytes that this process may have in all, what it holds already included; on a GPU, its context too."""
+    if device.type != "cuda":
+        return available_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction() * total
+    return min(allowed, free + torch.cuda.memory_reserved(device)) + RUNTIME_BYTES["gpu"]
 
 
 def size(count: float) -> str:
