@@ -88,7 +88,7 @@ def test_so_are_those_of_another_drafter_loss_and_optimizer_which_wait_for_nothi
     torch._dynamo.config.error_on_recompile = False
     plain = train(built(tmp_path, "compile.enabled=false", *fields, spec=OTHER_DRAFTER), 6, 2)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=5e-3, atol=0)
-    assert compiled[-1] < compiled[0]
+    assert compiled[4] < compiled[0]  # of the same rows
 
 
 def test_nothing_waits_for_the_device_between_log_points(tmp_path):

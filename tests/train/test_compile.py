@@ -131,7 +131,10 @@ def test_a_row_that_does_not_fit_is_one_line_with_what_would(made, monkeypatch, 
     with pytest.raises(InputError) as caught, compiler._explained():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
     line = str(caught.value)
-    assert "train.row_tokens=8192 with train.anchors=4096 does not fit the memory (CUDA out of memory. Tried" in line
+    assert line.startswith(
+        "a row of train.row_tokens=8192 with train.anchors=4096 does not fit the memory (CUDA out of"
+    )
+    assert f"{there / 2**30:.3g} GiB there; what should fit: " in line and "\n" not in line
     fits = int(line.split("train.anchors=")[-1].split()[0])
 
     def need(anchors: int, tokens: int = 8192) -> float:
