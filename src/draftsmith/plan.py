@@ -33,6 +33,7 @@ from draftsmith.predict import (
     card_rates,
     memory,
     predict,
+    resized,
     smaller_rows,
     too_little,
 )
@@ -299,7 +300,7 @@ def does_not_fit(planned: Planned, config: Config) -> str | None:
 def what_fits(config: Config, spec: DrafterSpec, target: Target, role: str, row: PackedRow, has: float) -> str:
     """After a process ran out of memory: what it needs by these sums, and the largest rows that fit `has` bytes.
 
-    role: of memory().  The sums hold within 20%: where they say that the row should have fitted, a fifth must go.
+    role: of memory().  The sums hold within 20%: where they say that the row should have fitted, a fifth of it must go.
     """
     settings = row_settings(config, spec, [row], target.device.type == "cuda")
     geometry = geometry_of(target, spec)
@@ -307,7 +308,8 @@ def what_fits(config: Config, spec: DrafterSpec, target: Target, role: str, row:
     def need(changed: Settings) -> float:
         return memory(geometry, spec, changed, config.placement.drafters)[role]["peak"]
 
-    most = min(has, 0.8 * need(settings))
+    whole, least = need(settings), need(resized(settings, row_tokens=64, anchors=8))
+    most = min(has, least + 0.8 * (whole - least))
     ways = smaller_rows(settings, lambda changed: need(changed) <= most)
-    size = f"about {need(settings) / GIB:.3g} GiB needed by the sums of `draftsmith plan`, {has / GIB:.3g} GiB there"
+    size = f"about {whole / GIB:.3g} GiB needed by the sums of `draftsmith plan`, {has / GIB:.3g} GiB there"
     return f"{size}; " + (f"what should fit: {', or '.join(ways)}" if ways else "shorter rows would not fit either")

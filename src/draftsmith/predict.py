@@ -458,7 +458,7 @@ def too_little(
             need[rank % len(devices)] += parts[kind]["peak"]
         return all(a <= b for a, b in zip(need, devices, strict=True))
 
-    if placement.targets and (n := _largest(settings.run_ahead, 1, lambda x: fits(_but(settings, run_ahead=x)))):
+    if placement.targets and (n := _largest(settings.run_ahead, 1, lambda x: fits(resized(settings, run_ahead=x)))):
         ways.append(f"placement.run_ahead={n} instead of {settings.run_ahead}")
     ways += smaller_rows(settings, fits)
     nothing = "; neither another placement nor shorter rows would"
@@ -468,14 +468,14 @@ def too_little(
 def smaller_rows(settings: Settings, fits: Callable[[Settings], bool]) -> list[str]:
     """The most row tokens, and the most anchors, that fit while all else stays, in words."""
     ways = []
-    if t := _largest(settings.row_tokens, 64, lambda x: fits(_but(settings, row_tokens=x))):
+    if t := _largest(settings.row_tokens, 64, lambda x: fits(resized(settings, row_tokens=x))):
         ways.append(f"train.row_tokens={t} instead of {settings.row_tokens}")
-    if a := _largest(settings.anchors, 8, lambda x: fits(_but(settings, anchors=x))):
+    if a := _largest(settings.anchors, 8, lambda x: fits(resized(settings, anchors=x))):
         ways.append(f"train.anchors={a} instead of {settings.anchors}")
     return ways
 
 
-def _but(settings: Settings, *, row_tokens: int = 0, anchors: int = 0, run_ahead: int = 0) -> Settings:
+def resized(settings: Settings, *, row_tokens: int = 0, anchors: int = 0, run_ahead: int = 0) -> Settings:
     """The same data in rows of other size, or fewer rows in flight."""
     share = row_tokens / settings.row_tokens if row_tokens else 1.0
     slots = anchors / settings.anchors if anchors else 1.0

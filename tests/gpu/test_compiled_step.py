@@ -88,7 +88,7 @@ def test_so_are_those_of_another_drafter_loss_and_optimizer_which_wait_for_nothi
     torch._dynamo.config.error_on_recompile = False
     plain = train(built(tmp_path, "compile.enabled=false", *fields, spec=OTHER_DRAFTER), 6, 2)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=5e-3, atol=0)
-    assert compiled[-1] < compiled[0]
+    assert compiled[4] < compiled[0]  # of the same rows
 
 
 def test_nothing_waits_for_the_device_between_log_points(tmp_path):
@@ -97,6 +97,7 @@ def test_nothing_waits_for_the_device_between_log_points(tmp_path):
 
 def test_a_row_that_does_not_fit_ends_in_one_line_and_what_it_names_fits(tmp_path):
     large = Shape(8192, 4096, 16, layers=2, documents=4)  # needs 4 GiB, nearly all of it for the row's activations
+    gc.collect()
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 1.5 * 2**30
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
@@ -109,11 +110,11 @@ def test_a_row_that_does_not_fit_ends_in_one_line_and_what_it_names_fits(tmp_pat
         torch.cuda.empty_cache()
         torch._dynamo.reset()
         found = re.search(
-            r"train\.row_tokens=8192 with train\.anchors=4096 does not fit the GPU \(CUDA out of memory\..*\): about "
+            r"train\.row_tokens=8192 with train\.anchors=4096 does not fit the GPU \(.*out of memory.*\): about "
             r"\S+ GiB needed .*, \S+ GiB there; what should fit: .*train\.anchors=(\d+) instead of 4096$", line
         )  # fmt: skip
         assert found, line
-        anchors = int(found[1]) * 4 // 5  # the sums hold within 20%
+        anchors = int(found[1]) // 10 * 8  # the sums hold within 20%
         assert 512 < anchors < 2048
         train(built(tmp_path, shape=dataclasses.replace(large, anchors=anchors)), 1)
     finally:

@@ -131,18 +131,21 @@ def test_a_row_that_does_not_fit_is_one_line_with_what_would(made, monkeypatch, 
     with pytest.raises(InputError) as caught, compiler._explained():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
     line = str(caught.value)
-    assert "train.row_tokens=8192 with train.anchors=4096 does not fit the memory (CUDA out of memory. Tried" in line
-    anchors = int(line.split("train.anchors=")[-1].split()[0])
+    assert line.startswith(
+        "a row of train.row_tokens=8192 with train.anchors=4096 does not fit the memory (CUDA out of"
+    )
+    assert f"{there / 2**30:.3g} GiB there; what should fit: " in line and "\n" not in line
+    fits = int(line.split("train.anchors=")[-1].split()[0])
 
-    def need(anchors: int) -> float:
-        config = make_config(Path(compiler.config.target.model), Path("/"), "train.row_tokens=8192",
+    def need(anchors: int, tokens: int = 8192) -> float:
+        config = make_config(Path(compiler.config.target.model), Path("/"), f"train.row_tokens={tokens}",
                              f"train.anchors={anchors}", "loss.chunk_rows=512")  # fmt: skip
         row = compiling.made_up_row(config, compiler.spec.block_size)
         settings = row_settings(config, compiler.spec, [row], gpu=False)
         return memory(geometry_of(compiler.target, compiler.spec), compiler.spec, settings, 1)["colocated"]["peak"]
 
-    most = min(there, 0.8 * need(4096))
-    assert need(anchors) <= most < 1.01 * need(anchors + 16)
+    most = min(there, need(8, 64) + 0.8 * (need(4096) - need(8, 64)))
+    assert need(fits) <= most < 1.01 * need(fits + 16)
 
 
 CPP = "/tmp/x.cpp:1:10: fatal error: {}: No such file or directory\n    1 | #include <{}>\ncompilation terminated."

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers_train import make_row, make_spec, random_row
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.config import LossConfig, TrainConfig
 from draftsmith.drafter.loss import plain_loss
@@ -202,3 +203,31 @@ def test_heldout_is_the_loss_of_the_rows_together():
 def test_accuracy_by_slot_of_made_up_sums():
     out = by_slot(torch.tensor([0.0, 6.0, 2.0, 0.0]), torch.tensor([0.0, 3.0, 1.0, 0.0]), torch.tensor([0.0, 4, 2, 0]))
     assert out == {"accuracy": 4 / 6, "cross_entropy": 8 / 6, "accuracy_by_slot": [0.75, 0.5, None]}
+
+
+class Waits(TorchDispatchMode):
+    """Collects what the host would wait for on a GPU: numbers read back, and numbers copied there by an assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero") or ("index_put" in name and args[2].dim() == 0):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "optimizer"), [("decay", "adamw"), ("dpace", "muon")])
+def test_a_step_asks_the_device_for_nothing(kind, optimizer, compute):
+    """tests/gpu has the compiled step and the device's own word."""
+    step = make_step(kind, compute, optimizer=optimizer)
+    optimizer = make_optimizer(step.drafter, step.train)
+    with Waits() as waits:
+        for number, rows in enumerate((ROWS, ROWS[:1], ROWS)):
+            sums = step.step(number, rows, optimizer, 1e-3)
+        assert not waits.found
+        float(sums.weighted)
+    assert waits.found  # it does notice

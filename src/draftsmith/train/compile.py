@@ -270,8 +270,8 @@ class Compiler:
         row, has = made_up_row(self.config, self.spec.block_size), process_memory(self.device)
         where = "the GPU" if self.device.type == "cuda" else "the memory"
         return (
-            f"{self.world.name()}: a row of train.row_tokens={train.row_tokens} with train.anchors={train.anchors} "
-            f"does not fit {where} ({str(error).strip().splitlines()[0][:160]}): "
+            f"a row of train.row_tokens={train.row_tokens} with train.anchors={train.anchors} does not fit {where} "
+            f"({str(error).strip().splitlines()[0][:160]}): "
             f"{what_fits(self.config, self.spec, self.target, role, row, has)}"
         )
 
