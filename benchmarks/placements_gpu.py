@@ -1,6 +1,6 @@
 """Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
 
-    python benchmarks/placements_gpu.py [--only SUBSTRING] [--seconds 520]
+    python benchmarks/placements_gpu.py [--only SUBSTRING] [--seconds 520] [--limit 170]
 
 The list depends on the number of GPUs, the 27B stand-in's best split first; runs that would not end within `--seconds`
 are left for the next call, which goes on from what is in results/placements_h200_x<N>.json (or $OUT).
@@ -9,7 +9,10 @@ are left for the next call, which goes on from what is in results/placements_h20
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +23,6 @@ from typing import Any
 from _common import RESULTS, write_result
 
 STORED = Path(__file__).parent / "results"
-LIMIT = 170
-"""Seconds a run may take, start and compilation included."""
 
 
 def placements(gpus: int) -> list[tuple[str, list[str]]]:
@@ -33,8 +34,10 @@ def placements(gpus: int) -> list[tuple[str, list[str]]]:
     return [*out, ("colocated x1", ["placement.drafters=1"])]
 
 
-def one(geometry: str, tokens: int, overrides: list[str], rows: int, steps: int, cache: Path) -> dict[str, Any]:
-    """One placement by the command line; what it found, or how it failed."""
+def one(
+    geometry: str, tokens: int, overrides: list[str], rows: int, steps: int, cache: Path, limit: float
+) -> dict[str, Any]:
+    """One placement by the command line; what it found, or how it failed (where each process was, if it hung)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [
@@ -43,12 +46,18 @@ def one(geometry: str, tokens: int, overrides: list[str], rows: int, steps: int,
             *overrides,
         ]  # fmt: skip
         begin = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        )  # fmt: skip
         try:
-            said, _ = process.communicate(timeout=LIMIT)
+            said, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            process.kill()
-            return {"failed": f"longer than {LIMIT} s", "said": process.communicate()[0][-1500:]}
+            os.killpg(process.pid, signal.SIGABRT)
+            time.sleep(3)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return {"failed": f"longer than {limit:.0f} s", "said": process.communicate()[0][-12000:]}
         if process.returncode or not out.is_file():
             return {"failed": f"exit code {process.returncode}", "said": said[-1500:]}
         return {**json.loads(out.read_text()), "whole_s": time.monotonic() - begin}
@@ -78,6 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument(
+        "--limit", type=float, default=170.0, help="seconds a run may take, start and compilation included"
+    )
     parser.add_argument("--rows", type=int, default=8, help="rows a step")
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
@@ -93,11 +105,11 @@ def main() -> None:
                 key = f"{geometry}, T={tokens}, {placement}"
                 if args.only not in key or "rows_per_s" in found.get(key, {}):
                     continue
-                if time.monotonic() - begin > args.seconds - LIMIT:
+                if time.monotonic() - begin > args.seconds - args.limit:
                     print("left for the next call:", key)
                     continue
                 # every placement of a geometry has as many rows a step, so that their losses can be compared
-                found[key] = one(geometry, tokens, overrides, args.rows, args.steps, Path(cache))
+                found[key] = one(geometry, tokens, overrides, args.rows, args.steps, Path(cache), args.limit)
                 print(key, json.dumps(found[key])[:700], flush=True)
                 write_result(name, {"device": torch.cuda.get_device_name(), "gpus": gpus, "runs": found})
     print(table(found))

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LIMITS = {"peer": 480, "drafter": 110, "end_to_end": 150, "drafter_again": 70, "plan": 150, "fp8": 150, "long": 150}
+LIMITS = {"peer": 480, "drafter": 110, "end_to_end": 150, "drafter_again": 70, "plan": 200, "fp8": 200, "long": 200}
 """Seconds a section may take."""
 GEOMETRY = "qwen3-8b"
 
