@@ -86,15 +86,19 @@ def answer_continuously(
     ready: deque[tuple[Talk, list[int]]] = deque()
     flying: dict[int, Talk] = {}
 
+    ended: list[tuple[Talk, list[int]]] = []
+
     def asked(talk: Talk) -> tuple[Talk, list[int]]:
         return talk, prompt_ids(target.tokenizer, talk.prompt, talk.messages, config)
 
+    def get_ready() -> None:
+        missing = settings.batch_size - len(ready)
+        ready.extend(asked(Talk(p, settings.reasoning)) for p in itertools.islice(coming, missing))
+
     with Progress("generating", len(prompts), "answers") as progress, attending(target):
         slots = Slots(target, settings, stream)
-        ended: list[tuple[Talk, list[int]]] = []
-        while True:
-            missing = settings.batch_size - len(ready)
-            ready.extend(asked(Talk(p, settings.reasoning)) for p in itertools.islice(coming, missing))
+        get_ready()
+        while ready or flying or ended:
             if now := [ready.popleft() for _ in range(min(len(slots.free), len(ready)))]:
                 flying |= zip(slots.fill([ids for _, ids in now]), (talk for talk, _ in now), strict=True)
             if flying:
@@ -106,9 +110,9 @@ def answer_continuously(
                     continue
                 out.write(talk)
                 progress.advance(1, f"{out.counts['completion_tokens']} tokens")
-            if not flying and not ready:
-                return slots.speed()
+            get_ready()
             ended = [(flying.pop(slot), tokens) for slot, tokens in slots.take()]
+        return slots.speed()
 
 
 def answer_all(config: Config, target: Target, prompts: Sequence[Prompt], out: AnswerFile, stream: int) -> None:
