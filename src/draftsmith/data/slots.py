@@ -187,10 +187,22 @@ class Slots:
                 self._step()
                 continue
             if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self._step()
+                self.graph = self._captured()
             self.graph.replay()
+
+    def _captured(self) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise InputError(
+                f"a step of this target does not go into a CUDA graph ({str(error).splitlines()[0]}): set "
+                f"generate.engine=static, and data_dir to a new folder"
+            ) from error
+        return graph
 
     def take(self) -> list[tuple[int, list[int]]]:
         """(slot, token ids) of the answers that have ended; waits for the device."""
