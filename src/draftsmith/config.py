@@ -49,8 +49,8 @@ class GenerateConfig(Section):
     batch_size: int = Field(16, ge=1)
     """Of the embedded engine: prompts answered together."""
     engine: Literal["auto", "static", "continuous"] = "auto"
-    """The embedded one. static: whole batches. continuous: transformers' continuous batching, on a GPU. auto:
-    continuous where there is one."""
+    """The embedded one. static: transformers' generation, whole batches. continuous: a finished answer makes room for
+    the next prompt at once, on a GPU by CUDA graphs. auto: continuous on a GPU."""
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int = Field(0, ge=0)

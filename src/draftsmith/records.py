@@ -57,6 +57,29 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class GenerationSpeed:
+    """A line of conversations.speed.jsonl, one a run.  Written by generate on the continuous engine; read by people."""
+
+    tokens: int
+    prompt_tokens: int
+    seconds: float
+    tokens_per_second: float
+    steps: int
+    slots: int
+    capacity: int
+    """Tokens that a slot held in the end."""
+    traffic_bytes: int
+    """Weights, keys and values that had to be read."""
+    flops: int
+    copy_tb_per_s: float
+    gemm_tflops: float
+    """Of this device, measured after the run."""
+    roofline_tokens_per_second: float
+    """Where nothing but that traffic, or those products, took time."""
+    share: float
+
+
+@dataclass(frozen=True)
 class Shard:
     """One Arrow file of a store."""
 

@@ -317,10 +317,7 @@ def test_answers_that_cannot_be_synced_are_an_error(tmp_path, monkeypatch):
         pass
 
 
-def test_static_batches_where_there_is_no_gpu_are_said_and_recorded(config, target, tmp_path, target_folder, capsys):
+def test_static_batches_where_there_is_no_gpu_are_said_and_recorded(config, target, capsys):
     generate(config, target)
-    assert "static batches: continuous batching needs a GPU, the device is cpu" in capsys.readouterr().out
+    assert "static batches: continuous batching pays on a GPU, the device is cpu" in capsys.readouterr().out
     assert json.loads((config.data / "conversations.settings.json").read_text())["engine"] == "static"
-    wanted = make_config(target_folder, tmp_path, "generate.engine=continuous")
-    with pytest.raises(InputError, match="engine is continuous, but .* needs a GPU, .*: set generate.engine=static"):
-        generate(wanted, target)

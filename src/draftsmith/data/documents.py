@@ -320,8 +320,12 @@ def cut_windows(document: Document, size: int) -> Iterator[Document]:
 
 
 def is_heldout(conversation: Conversation, fraction: float) -> bool:
-    """By a hash of the first user turn, so that a prompt is on the same side in every build."""
-    prompt = next((m["content"] for m in conversation.messages if m["role"] == "user"), "")
+    """By its first user turn."""
+    return held_out(next((m["content"] for m in conversation.messages if m["role"] == "user"), ""), fraction)
+
+
+def held_out(prompt: str, fraction: float) -> bool:
+    """By a hash of the text, so that a prompt is on the same side in every build."""
     return int(hashlib.sha256(prompt.encode()).hexdigest()[:8], 16) < fraction * 2**32
 
 

@@ -1,12 +1,13 @@
-"""The embedded engine, for when no server is given: transformers' own generation.
+"""The embedded engine, for when no server is given.
 
-static: batch after batch, each as slow as its longest answer.  continuous: a finished answer makes room for the next
-prompt at once; used on GPUs, whose memory it sizes its cache by.
+static: transformers' own generation, batch after batch, each as slow as its longest answer.  continuous: a finished
+answer makes room for the next prompt at once (slots.py); used on GPUs.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from jinja2 import TemplateError
 from draftsmith.config import Config
 from draftsmith.data.answers import AnswerFile, Reply, Talk, split_reasoning
 from draftsmith.data.render import rendered
+from draftsmith.data.slots import Slots, attending
 from draftsmith.errors import InputError
 from draftsmith.progress import Progress
-from draftsmith.records import Prompt
+from draftsmith.records import GenerationSpeed, Prompt
 from draftsmith.target.model import Target, model_folder, pick_device
+from draftsmith.target.packed import KINDS
 
 Answer = tuple[str, str, int]
 """Text, finish reason, number of tokens."""
@@ -47,68 +50,69 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, messages: Sequence[dict[str, Any]
 
 def choose(config: Config) -> tuple[str, str]:
     """(static or continuous, why not continuous if it was left to us).  Raises InputError for what cannot be."""
-    from transformers import AutoConfig
+    import transformers
 
     wanted, device = config.generate.engine, pick_device(config.device).type
-    if device != "cuda":
-        why = f"continuous batching needs a GPU, the device is {device}"
+    if wanted == "static":
+        return "static", ""
+    if wanted == "auto" and device != "cuda":
+        return "static", f"continuous batching pays on a GPU, the device is {device}"
+    auto = transformers.AutoConfig.from_pretrained(
+        model_folder(config.target), trust_remote_code=config.target.trust_remote_code
+    )
+    odd = set(getattr(auto.get_text_config(), "layer_types", None) or ()) - KINDS
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(auto), None)
+    if odd:
+        why = f"continuous batching cannot do {' or '.join(sorted(odd))} layers"
+    elif known is None or not known._supports_flex_attn:
+        why = f"continuous batching needs to choose the attention, which a {auto.model_type} model does not let it"
     else:
-        model = AutoConfig.from_pretrained(
-            model_folder(config.target), trust_remote_code=config.target.trust_remote_code
-        ).get_text_config()
-        odd = set(getattr(model, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        why = f"continuous batching cannot do {' or '.join(sorted(odd))} layers" if odd else ""
-    if wanted == "continuous" and why:
+        return "continuous", ""
+    if wanted == "continuous":
         raise InputError(f"generate.engine is continuous, but {why}: set generate.engine=static")
-    return ("static" if wanted == "static" or why else "continuous"), ("" if wanted == "static" else why)
+    return "static", why
 
 
+@torch.inference_mode()
 def answer_continuously(
     config: Config, target: Target, prompts: Sequence[Prompt], out: AnswerFile, stream: int
-) -> None:
+) -> GenerationSpeed:
     """Answer prompts, `generate.batch_size` at a time, each conversation written when it is complete.
 
-    stream: separates the random numbers of one run from those of the others.  Raises InputError if transformers' engine
-    stops; what was answered is in the file.
+    stream: separates the random numbers of one run from those of the others.  Raises InputError if the GPU's memory
+    does not hold them.
     """
-    from transformers import ContinuousBatchingConfig
+    settings, coming = config.generate, iter(prompts)
+    ready: deque[tuple[Talk, list[int]]] = deque()
+    flying: dict[int, Talk] = {}
 
-    settings, waiting = config.generate, iter(prompts)
-    flying: dict[str, Talk] = {}
-    batching = ContinuousBatchingConfig(
-        max_requests_per_batch=settings.batch_size, seed=(settings.seed * 1_000_003 + stream) % 2**31
-    )
+    ended: list[tuple[Talk, list[int]]] = []
 
-    def ask(talk: Talk) -> None:
-        ids = prompt_ids(target.tokenizer, talk.prompt, talk.messages, config)
-        flying[manager.add_request(ids, max_new_tokens=settings.max_new_tokens)] = talk
+    def asked(talk: Talk) -> tuple[Talk, list[int]]:
+        return talk, prompt_ids(target.tokenizer, talk.prompt, talk.messages, config)
 
-    with (
-        Progress("generating", len(prompts), "answers") as progress,
-        target.model.continuous_batching_context_manager(
-            generation_config(target, config), timeout=5, continuous_batching_config=batching
-        ) as manager,
-    ):
-        for prompt in itertools.islice(waiting, 2 * settings.batch_size):  # as many again wait in its queue
-            ask(Talk(prompt, settings.reasoning))
-        while flying:
-            result = manager.get_result(timeout=1)
-            if (result is None and not manager.is_running()) or (result is not None and result.error is not None):
-                why = result.error if result is not None else manager.background_thread_status.fatal_error
-                raise InputError(
-                    f"transformers' continuous batching stopped ({why}): set generate.engine=static in a new data_dir"
-                )
-            if result is None or not result.is_finished():
-                continue
-            talk = flying.pop(result.request_id)
-            talk.take(as_reply(read_answer(target, result.generated_tokens), settings.reasoning))
-            if not talk.done:
-                ask(talk)
-                continue
-            out.write(talk)
-            progress.advance(1, f"{out.counts['completion_tokens']} tokens")
-            for prompt in itertools.islice(waiting, 1):
-                ask(Talk(prompt, settings.reasoning))
+    def get_ready() -> None:
+        missing = settings.batch_size - len(ready)
+        ready.extend(asked(Talk(p, settings.reasoning)) for p in itertools.islice(coming, missing))
+
+    with Progress("generating", len(prompts), "answers") as progress, attending(target):
+        slots = Slots(target, settings, stream)
+        get_ready()
+        while ready or flying or ended:
+            if now := [ready.popleft() for _ in range(min(len(slots.free), len(ready)))]:
+                flying |= zip(slots.fill([ids for _, ids in now]), (talk for talk, _ in now), strict=True)
+            if flying:
+                slots.advance()
+            for talk, tokens in ended:  # of the steps before: written while the device is at these
+                talk.take(as_reply(read_answer(target, tokens), settings.reasoning))
+                if not talk.done:
+                    ready.appendleft(asked(talk))
+                    continue
+                out.write(talk)
+                progress.advance(1, f"{out.counts['completion_tokens']} tokens")
+            get_ready()
+            ended = [(flying.pop(slot), tokens) for slot, tokens in slots.take()]
+        return slots.speed()
 
 
 def answer_all(config: Config, target: Target, prompts: Sequence[Prompt], out: AnswerFile, stream: int) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.config import Config
 from draftsmith.data.answers import AnswerFile, Talk, begin, resume
-from draftsmith.data.building import writing
+from draftsmith.data.building import disk, writing
 from draftsmith.data.messages import iter_prompts, prompt_digest
 from draftsmith.errors import InputError
-from draftsmith.records import Prompt
+from draftsmith.records import GenerationSpeed, Prompt, to_json
 
 if TYPE_CHECKING:
     from draftsmith.target.model import Target
@@ -55,8 +56,10 @@ def generate(config: Config, target: Target | None = None) -> dict[str, int]:
                     print(f"generate.engine: static batches: {why}", flush=True)
                 # the shortest first, so that a batch is little padded
                 by_length = sorted(todo, key=lambda p: lengths[p.id])
-                answer = answer_all if engine == "static" else answer_continuously
-                answer(config, target, by_length, out, stream=len(done))
+                if engine == "static":
+                    answer_all(config, target, by_length, out, stream=len(done))
+                else:
+                    _say_speed(path, answer_continuously(config, target, by_length, out, stream=len(done)))
     return {**counts, **{k: v for k, v in out.counts.items() if v}}
 
 
@@ -104,6 +107,17 @@ def _survey(config: Config, target: Target | None, done: dict[str, str], counts:
         else:
             counts["prompt_too_long"] += 1
     return lengths
+
+
+def _say_speed(path: Path, speed: GenerationSpeed) -> None:
+    with disk(path), open(path.with_suffix(".speed.jsonl"), "a", encoding="utf-8") as handle:
+        handle.write(to_json(speed) + "\n")
+    print(
+        f"generating: {speed.tokens_per_second:,.0f} tokens/s over {speed.seconds:.0f} s, {speed.share:.1%} of the "
+        f"roofline's {speed.roofline_tokens_per_second:,.0f} (copies {speed.copy_tb_per_s:.3g} TB/s, products "
+        f"{speed.gemm_tflops:.3g} TFLOP/s)",
+        flush=True,
+    )
 
 
 def _engine(config: Config) -> tuple[str, str]:
