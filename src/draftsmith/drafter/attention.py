@@ -20,7 +20,7 @@ from draftsmith.drafter.blocks import block_interval, context_interval
 from draftsmith.errors import InputError
 
 TILE = 128
-"""Side of a BlockMask's tiles, and the most queries of a piece (but for a single longer block)."""
+"""Side of a BlockMask's tiles, and by default the most queries of a piece (but for a single longer block)."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,24 @@ def build_masks(
     block_size: int,
     windows: Sequence[int | None],
     device: torch.device,
+    *,
+    sizes: np.ndarray | None = None,
+    most: int = TILE,
 ) -> list[Mask]:
     """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch.
 
-    kind: flex; sdpa, in pieces; dense, the plain twin of both, one mask of every query and key.
+    kind: flex; sdpa, in pieces of at most `most` queries; dense, the plain twin of both, one mask of every query and
+    key.  sizes: as in block_interval.
     """
     made: dict[int | None, Mask] = {}
     for window in windows:
         if window not in made:
             intervals = (
                 *context_interval(low, high, block_size, window),
-                *block_interval(len(low), block_size, window),
+                *block_interval(len(low), block_size, window, sizes),
             )
             if kind == "sdpa":
-                made[window] = piece_masks(low, block_size, intervals, device)
+                made[window] = piece_masks(low, block_size, intervals, device, most)
             else:
                 build = dense_mask if kind == "dense" else interval_block_mask
                 made[window] = build(*put_all(intervals, device), context=context)
@@ -90,13 +94,13 @@ def build_masks(
 
 
 def piece_masks(
-    low: np.ndarray, block_size: int, intervals: tuple[np.ndarray, ...], device: torch.device
+    low: np.ndarray, block_size: int, intervals: tuple[np.ndarray, ...], device: torch.device, most_queries: int
 ) -> tuple[Piece, ...]:
-    """Pieces of at most TILE queries; each holds only the keys that some query of it sees.
+    """Pieces of at most `most_queries` queries; each holds only the keys that some query of it sees.
 
     intervals: lo, hi in the context and lo, hi among the queries, each int64 [Q].
     """
-    most = max(1, TILE // block_size)
+    most = max(1, most_queries // block_size)
     cuts = [0]
     for block in range(1, len(low)):
         if low[block] != low[cuts[-1]] or block - cuts[-1] == most:
