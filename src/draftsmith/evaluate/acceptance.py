@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,15 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from draftsmith.config import Config
+from draftsmith.config import Config, EvaluateConfig
 from draftsmith.data.engine import prompt_ids
 from draftsmith.data.messages import iter_prompts
 from draftsmith.data.store import Document, Store
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
+from draftsmith.evaluate.graphed import GraphedLoop, unsupported
 from draftsmith.evaluate.replay import greedy_answers, replay
 from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
 from draftsmith.export import load_drafter
@@ -111,14 +114,22 @@ def in_turn(documents: Sequence[Document], count: int, source: str = "") -> list
 
 
 def plain_answers(
-    target: Target, prompts: Sequence[Document], max_new_tokens: int, temperature: float, seed: int
+    target: Target,
+    prompts: Sequence[Document],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    loop: GraphedLoop | None = None,
 ) -> list[Answer]:
     """The target alone, one token a pass: the reference for both the tokens and the time."""
     answers = []
     with Progress("plain decoding", len(prompts), "prompts") as progress:
         for i, document in enumerate(prompts):
+            ids = _ids(document, target)
             sampler = Sampler(temperature, generator=_generator(target, seed + i))
-            answers.append(decode_plain(target, _ids(document, target), max_new_tokens, sampler))
+            answers.append(
+                loop.decode_plain(ids, seed + i) if loop else decode_plain(target, ids, max_new_tokens, sampler)
+            )
             progress.advance()
     return answers
 
@@ -134,17 +145,26 @@ def measure(
     temperature: float = 0.0,
     rule: str = "match",
     seed: int = 0,
+    loop: GraphedLoop | None = None,
 ) -> Measured:
-    """Run the serving loop on every prompt.  With `plain`, also compare tokens (temperature 0) and time."""
+    """Run the serving loop on every prompt.  With `plain`, also compare tokens (temperature 0) and time.
+
+    loop: made for the same drafter and settings; it then decodes.
+    """
     answers = []
     with Progress(f"speculative decoding ({label})", len(prompts), "prompts") as progress:
         for i, document in enumerate(prompts):
+            ids = _ids(document, target)
             sampler = Sampler(temperature, rule, _generator(target, seed + i))
-            answers.append(decode_speculative(target, drafter, _ids(document, target), max_new_tokens, sampler))
+            answers.append(
+                loop.decode_speculative(ids, seed + i)
+                if loop
+                else decode_speculative(target, drafter, ids, max_new_tokens, sampler)
+            )
             progress.advance(note=f"accepted length {average_lengths(answers)['pooled'] or 0:.2f}")
     result: dict[str, Any] = {
         "drafter": label,
-        "method": "serving loop",
+        "method": "serving loop" + (", fixed shapes" if loop else ""),
         "temperature": temperature,
         "rule": "greedy" if temperature == 0 else rule,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -153,6 +173,7 @@ def measure(
     if plain is not None:
         result["passes_speedup"] = sum(len(p.tokens) for p in plain) / sum(1 + len(a.rounds) for a in answers)
         result["wall_speedup"] = sum(p.seconds for p in plain) / sum(a.seconds for a in answers)
+        result["seconds"] = {"plain": sum(p.seconds for p in plain), "speculative": sum(a.seconds for a in answers)}
         if temperature > 0:  # other random numbers, other tokens: compare rates, and claim nothing about the tokens
             rate = sum(len(a.tokens) for a in answers) / sum(len(p.tokens) for p in plain)
             result["passes_speedup"] *= rate
@@ -163,7 +184,39 @@ def measure(
                 d.id for a, p, d in zip(answers, plain, prompts, strict=True) if a.tokens != p.tokens
             ]
             result["lossless"] = not result["differing"]
+            result["parted"] = [
+                {"id": d.id, **parting(target, _ids(d, target), p.tokens, a.tokens)}
+                for a, p, d in zip(answers, plain, prompts, strict=True)
+                if a.tokens != p.tokens
+            ]
     return Measured(label, result)
+
+
+@torch.inference_mode()
+def parting(target: Target, prompt: Tensor, one: Sequence[int], other: Sequence[int]) -> dict[str, Any]:
+    """Where two greedy answers part.  gap: between the logits of the two tokens there, computed once more in the
+    target's dtype; step: between neighbouring numbers of that dtype at that size.  A near tie is a gap of few steps."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    if at >= min(len(one), len(other)):
+        return {"at": at, "gap": None, "step": None}
+    line = torch.cat([prompt, torch.tensor(one[:at], dtype=prompt.dtype, device=prompt.device)])
+    logits = target.model(input_ids=line[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+    a, b = float(logits[one[at]]), float(logits[other[at]])
+    step = torch.finfo(target.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(a), abs(b), 1e-30)))
+    return {"at": at, "gap": abs(a - b), "step": step}
+
+
+def make_loop(
+    settings: EvaluateConfig, target: Target, drafter: DFlashDrafter | None, prompts: Sequence[Document]
+) -> GraphedLoop | None:
+    """The loop of fixed shapes where it is wanted and can be.  Raises InputError where it is asked for and cannot."""
+    why = "the rule is reject" if settings.temperature > 0 and settings.rule == "reject" else unsupported(target)
+    if settings.graphs and why:
+        raise InputError(f"evaluate.graphs: the loop of fixed shapes cannot do this, {why}")
+    if why or not (target.device.type == "cuda" if settings.graphs is None else settings.graphs):
+        return None
+    longest = max(len(d.prompt()) for d in prompts)
+    return GraphedLoop(target, drafter, longest, settings.max_new_tokens, settings.temperature)
 
 
 def measure_replayed(
@@ -218,11 +271,15 @@ def evaluate(config: Config, target: Target | None = None, run: RunDir | None = 
         texts = greedy_answers(config, target, prompts)
         measured = [measure_replayed(label, target, d, texts, settings.max_new_tokens) for label, d in drafters]
     else:
-        plain = plain_answers(target, prompts, settings.max_new_tokens, settings.temperature, settings.seed)
+        plain = plain_answers(
+            target, prompts, settings.max_new_tokens, settings.temperature, settings.seed,
+            make_loop(settings, target, None, prompts),
+        )  # fmt: skip
         measured = [
             measure(
                 label, target, d, prompts, plain, max_new_tokens=settings.max_new_tokens,
                 temperature=settings.temperature, rule=settings.rule, seed=settings.seed,
+                loop=make_loop(settings, target, d, prompts),
             )
             for label, d in drafters
         ]  # fmt: skip
