@@ -121,7 +121,7 @@ class GraphedLoop:
         self.length.add_(1)
 
     def _masks(self, at_B: Tensor, slots: Tensor) -> list[Mask]:
-        """Of the block at positions `at_B`, of which `slots` are wanted: the rule of drafter/blocks.py on the device."""
+        """Of the block at positions `at_B`, of which `slots` are wanted: drafter/blocks.py's rule on the device."""
         assert self.drafter is not None
         made: dict[int | None, Mask] = {}
         for window, (own_lo, own_hi) in self.own.items():
