@@ -81,10 +81,13 @@ def build(spec: DrafterSpec, attention: str) -> Any:
     layers._attn_implementation = {"flex": "simple_flex_attention"}.get(attention, attention)
     model = DFlashDraftModel(
         DFlashSpeculatorConfig(
-            transformer_layer_config=layers, draft_vocab_size=spec.vocab_size, block_size=spec.block_size,
+            transformer_layer_config=layers,
+            draft_vocab_size=spec.vocab_size,
+            block_size=spec.block_size,
             # it counts the embedding as layer 0
-            aux_hidden_state_layer_ids=[i + 1 for i in spec.feature_layers], mask_token_id=spec.mask_token_id,
-        )  # fmt: skip
+            aux_hidden_state_layer_ids=[i + 1 for i in spec.feature_layers],
+            mask_token_id=spec.mask_token_id,
+        )
     )
     if attention == "flex":
         model._create_mask_fn = create_block_mask
@@ -152,7 +155,9 @@ def run(config: Config, name: str, attention: str, limit_s: float) -> dict[str, 
     store = Store(config.store)
     assert int(store.lengths.max()) + spec.block_size <= WINDOW, "its window would be counted otherwise than ours"
     loader = make_loader(config, store, heldout=False)
-    answers = greedy_answers(config, target, evaluation_prompts(config, store, target.tokenizer, config.evaluate.prompts))
+    answers = greedy_answers(
+        config, target, evaluation_prompts(config, store, target.tokenizer, config.evaluate.prompts)
+    )
     layers = (*spec.feature_layers, target.text_config.num_hidden_layers - 1)
     extract = FeatureExtractor(target, layers, torch.bfloat16 if gpu else torch.float32)
     if gpu and attention == "flex":
@@ -189,6 +194,7 @@ def run(config: Config, name: str, attention: str, limit_s: float) -> dict[str, 
                 raise TimeoutError(f"step {done} of {train.steps} after {limit_s:.0f} s")
         if step == 0:
             first_step = time.monotonic() - mark
+            print(f"compiled in {first_step:.1f} s", flush=True)
         else:
             seconds += time.monotonic() - mark
         if done % train.accept_every == 0 or done == train.steps:

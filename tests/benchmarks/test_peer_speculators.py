@@ -16,7 +16,7 @@ from draftsmith.drafter.model import embed
 sys.path.append(str(Path(__file__).parents[2] / ".peers" / "speculators"))  # at the end: our own packages win
 pytest.importorskip("speculators")
 
-import peer_speculators as peer  # noqa: E402
+import peer_speculators as peer
 
 T, A = 96, 10
 
@@ -54,7 +54,9 @@ def test_a_converted_peer_has_the_same_hidden_states(kind):
     assert len(used) >= 6
     theirs = hidden[0].view(A, spec.block_size, -1)[used].flatten(0, 1)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours @ head.T, logits[0].view(A, spec.block_size, -1)[used].flatten(0, 1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        ours @ head.T, logits[0].view(A, spec.block_size, -1)[used].flatten(0, 1), rtol=1e-3, atol=1e-3
+    )
     assert targets.shape == logits.shape
 
 

@@ -38,7 +38,7 @@ def test_the_replay_is_the_serving_loop_round_by_round(target, half_trained, pro
     if stops == "stop":  # a token that stands well inside the answers
         plain = [decode_plain(who, p, LIMIT, GREEDY).tokens for p in prompts]
         who = dataclasses.replace(target, eos_token_ids=tuple(p[9 + 2 * i] for i, p in enumerate(plain)))
-    monkeypatch.setattr(module, "ROW_QUERIES", 240)  # several passes, several answers in some of them
+    monkeypatch.setitem(module.ROW_QUERIES, "cpu", 240)  # several passes, several answers in some of them
     drafter = half_trained[kind]
     answers = answers_to(who, prompts)
     replayed = replay(who, drafter, answers, LIMIT)

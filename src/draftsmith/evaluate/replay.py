@@ -30,7 +30,7 @@ from draftsmith.target.model import Target, weights_fingerprint
 
 BEYOND = 31
 """Tokens kept after a stop token; a block of B slots can reach B - 2 beyond it."""
-ROW_QUERIES = 32768
+ROW_QUERIES = {"cpu": 32768, "cuda": 131072}
 """Block slots of one pass, at least one answer's."""
 CHUNK = 2048
 """Rows of logits that exist at a time."""
@@ -104,16 +104,16 @@ def replay(
     extract = FeatureExtractor(target, spec.feature_layers, target.dtype)
     return [
         walk(answer, drafts, spec.block_size, max_new_tokens, target.eos_token_ids)
-        for group in _groups(answers, spec.block_size)
+        for group in _groups(answers, ROW_QUERIES[target.device.type] // spec.block_size)
         for answer, drafts in zip(group, _drafts(target, drafter, extract, group, max_new_tokens), strict=True)
     ]
 
 
-def _groups(answers: Sequence[GreedyAnswer], block_size: int) -> Iterator[list[GreedyAnswer]]:
-    """In the given order, as many as make up a pass."""
+def _groups(answers: Sequence[GreedyAnswer], most: int) -> Iterator[list[GreedyAnswer]]:
+    """In the given order, `most` tokens of answers at the most, or a single one that is longer."""
     group: list[GreedyAnswer] = []
     for answer in answers:
-        if group and (sum(a.length for a in group) + answer.length) * block_size > ROW_QUERIES:
+        if group and sum(a.length for a in group) + answer.length > most:
             yield group
             group = []
         group.append(answer)
