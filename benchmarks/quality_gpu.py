@@ -33,8 +33,8 @@ from draftsmith.tracking import read_metrics
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
 ALONE = ", alone"
-LIMIT, PEER_LIMIT, PEER_COMPILE = 170.0, 300.0, 150.0
-"""Seconds an arm may take, start and compilation included; and the peer until its first step is done."""
+LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 170.0, 300.0, 150.0, 200.0
+"""Seconds an arm may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
 """Overrides with which other code is compiled."""
 TINY = (
@@ -156,11 +156,11 @@ def run_arms(arms: dict[str, list[str]], args: argparse.Namespace, work: Path, f
             busy = {shape(arms[arm.name]) for arm in running} - compiled
             if len(running) >= args.beside or shape(fields) in busy or (name.startswith("peer") and "peer" in busy):
                 continue
-            if left < longest and (running or name != waiting[0] or found):
+            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else longest):
                 continue
             running.append(Arm(name, fields, args, work, args.beside))
             waiting.remove(name)
-        if waiting and not running and left < longest:
+        if not running:  # what waits needs more time than there is
             break
         time.sleep(0.5)
         for arm in list(running):
@@ -269,6 +269,7 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
         return {}
     (drafter,) = (arm.run / "checkpoints").iterdir()
     out: dict[str, Any] = {"drafter": name}
+    graphs = "true"
     for key, settings in {
         "float32, T=0": ["target.dtype=float32"],
         "float32, T=0, replayed": ["target.dtype=float32", "evaluate.replay=true"],
@@ -279,7 +280,7 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
         command = [
             sys.executable, "-m", "draftsmith.cli", "evaluate", str(args.config), *args.fields, *fields,
             "evaluate.replay=false", f"evaluate.prompts={args.prompts}", f"evaluate.drafter={drafter}",
-            f"evaluate.output={folder}", "evaluate.graphs=true", *settings,
+            f"evaluate.output={folder}", f"evaluate.graphs={graphs}", *settings,
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         files = list(folder.glob("*.json"))
@@ -287,7 +288,8 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
             out[key] = json.loads(files[0].read_text())["results"][0]
             del out[key]["rounds"]
         else:
-            out[key] = {"failed": f"exit code {done.returncode}", "said": done.stdout[-1500:]}
+            out[key] = {"failed": f"exit code {done.returncode}", "said": done.stdout[-1500:], "graphs": graphs}
+            graphs = "false"
         print(
             key, done.returncode, {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}, flush=True
         )
@@ -298,8 +300,12 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
 def served(out: dict[str, Any]) -> dict[str, Any]:
     """What of `serve` stands at the top of the file."""
     wide, narrow, warm = (out.get(k, {}) for k in ("float32, T=0", "bfloat16, T=0", "bfloat16, T=1"))
+    parted = narrow.get("parted", [])
     return {
         "lossless": wide.get("lossless"),
+        "parted_in_bfloat16": {
+            "answers": len(parted), "within_2_steps": sum((p["gap"] or 0) <= 2 * (p["step"] or 0) for p in parted),
+        },
         "wall_speedup": narrow.get("wall_speedup"), "passes_speedup": narrow.get("passes_speedup"),
         "wall_speedup_at_1": warm.get("wall_speedup"), "passes_speedup_at_1": warm.get("passes_speedup"),
     }  # fmt: skip
