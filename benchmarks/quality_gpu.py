@@ -2,14 +2,14 @@
 
     python benchmarks/quality_gpu.py CONFIG [a.b=c ...] [--seconds 520] [--beside 4] [--only SUBSTRING ...]
         [--add 'NAME: a.b=c a.b=c'] [--seeds NAME ...] [--alone NAME ...] [--tiny]
-    python benchmarks/quality_gpu.py serve NAME CONFIG [a.b=c ...] [--prompts 24]
+    python benchmarks/quality_gpu.py serve NAME CONFIG [a.b=c ...] [--prompts 24] [--keep]
 
 Arms run as `draftsmith train` with overrides, `--beside` of them at once; those that share compiled code start when the
 first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
 in results/quality_smollm2.json (or $OUT).  The peer (peer_speculators.py) needs PYTHONPATH=.peers/speculators.
 `--alone` runs arms again one at a time, for their seconds.  `serve` does so with one, measured more often, and decodes
-with it at batch 1: speed-up at temperature 0 and 1, in bfloat16 and, lossless, in float32.  `--tiny` rehearses all of it
-on a CPU.
+with it at batch 1: speed-up at temperature 0 and 1, in bfloat16 and, lossless, in float32; `--keep` writes the exported
+drafter beside the results, its weights in parts.  `--tiny` rehearses all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 from _common import RESULTS, write_result
 from peer_speculators import kept
 
+from draftsmith.export import export_folder
 from draftsmith.tracking import read_metrics
 
 NAME = "quality_smollm2"
@@ -41,6 +42,8 @@ TINY = (
     "device=cpu", "train.row_tokens=1024", "train.anchors=12", "train.steps=4", "train.log_every=2",
     "train.accept_every=2", "train.heldout_rows=1", "evaluate.prompts=4", "evaluate.max_new_tokens=12",
 )  # fmt: skip
+PART = 15 << 20
+"""Bytes of a part of the kept weights."""
 ARMS: dict[str, list[str]] = {
     "base": [],
     "peer, its own recipe": ["peer", "own"],
@@ -294,6 +297,12 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
             key, done.returncode, {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}, flush=True
         )
         save(found, serve=out, **served(out))
+    if args.keep:
+        folder = export_folder(drafter, arm.folder / "export", "SmolLM2-135M-Instruct")
+        (RESULTS / f"{NAME}.drafter.json").write_text((folder / "config.json").read_text())
+        weights = (folder / "model.safetensors").read_bytes()
+        for number, start in enumerate(range(0, len(weights), PART)):
+            (RESULTS / f"{NAME}.drafter.{number}").write_bytes(weights[start : start + PART])
     return out
 
 
@@ -321,6 +330,7 @@ def main() -> None:
     parser.add_argument("--seeds", action="append", default=[], help="two more seeds of this arm")
     parser.add_argument("--alone", action="append", default=[], help="this arm again, alone on the GPU")
     parser.add_argument("--prompts", type=int, default=24, help="of serve")
+    parser.add_argument("--keep", action="store_true", help="serve: the exported drafter beside the results")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     serving = args.what.pop(0) == "serve" if args.what[0] == "serve" else False

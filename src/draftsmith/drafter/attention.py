@@ -6,6 +6,7 @@ M key/value heads.  All paths take the same intervals (drafter/blocks.py), so th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftsmith.drafter.blocks import block_interval, context_interval
@@ -183,6 +185,14 @@ def _tiles(
 
     partial = some & ~full
     return (*listed(partial), *listed(partial.T), *listed(full), *listed(full.T))
+
+
+def any_shape(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, SDPA without cuDNN, which may be preferred on a GPU and plans anew for every length that it meets:
+    decoding and replay meet a new one each time."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def one_graph(function: Any) -> Any:

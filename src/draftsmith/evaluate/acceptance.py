@@ -27,6 +27,7 @@ from draftsmith.config import Config, EvaluateConfig
 from draftsmith.data.engine import prompt_ids
 from draftsmith.data.messages import iter_prompts
 from draftsmith.data.store import Document, Store
+from draftsmith.drafter.attention import any_shape
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.evaluate.graphed import GraphedLoop, unsupported
@@ -123,7 +124,7 @@ def plain_answers(
 ) -> list[Answer]:
     """The target alone, one token a pass: the reference for both the tokens and the time."""
     answers = []
-    with Progress("plain decoding", len(prompts), "prompts") as progress:
+    with any_shape(target.device), Progress("plain decoding", len(prompts), "prompts") as progress:
         for i, document in enumerate(prompts):
             ids = _ids(document, target)
             sampler = Sampler(temperature, generator=_generator(target, seed + i))
@@ -152,7 +153,7 @@ def measure(
     loop: made for the same drafter and settings; it then decodes.
     """
     answers = []
-    with Progress(f"speculative decoding ({label})", len(prompts), "prompts") as progress:
+    with any_shape(target.device), Progress(f"speculative decoding ({label})", len(prompts), "prompts") as progress:
         for i, document in enumerate(prompts):
             ids = _ids(document, target)
             sampler = Sampler(temperature, rule, _generator(target, seed + i))
@@ -216,7 +217,8 @@ def make_loop(
     if why or not (target.device.type == "cuda" if settings.graphs is None else settings.graphs):
         return None
     longest = max(len(d.prompt()) for d in prompts)
-    return GraphedLoop(target, drafter, longest, settings.max_new_tokens, settings.temperature)
+    with any_shape(target.device):
+        return GraphedLoop(target, drafter, longest, settings.max_new_tokens, settings.temperature)
 
 
 def measure_replayed(

@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.config import Config
 from draftsmith.data.store import Document
-from draftsmith.drafter.attention import TILE, build_masks, put, put_all
+from draftsmith.drafter.attention import TILE, any_shape, build_masks, put, put_all
 from draftsmith.drafter.blocks import build_blocks
 from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
 from draftsmith.errors import InputError
@@ -71,7 +71,7 @@ def generate_greedily(target: Target, prompts: Sequence[list[int]], count: int, 
     pad = target.pad_token_id
     out: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    with Progress("greedy answers", len(prompts), "prompts") as progress:
+    with any_shape(target.device), Progress("greedy answers", len(prompts), "prompts") as progress:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             width = max(len(prompts[i]) for i in batch)
@@ -102,11 +102,12 @@ def replay(
     if spec.block_size - 2 > BEYOND:
         raise InputError(f"evaluate.replay: blocks of up to {BEYOND + 2} slots, the drafter has {spec.block_size}")
     extract = FeatureExtractor(target, spec.feature_layers, target.dtype)
-    return [
-        walk(answer, drafts, spec.block_size, max_new_tokens, target.eos_token_ids)
-        for group in _groups(answers, ROW_QUERIES[target.device.type] // spec.block_size)
-        for answer, drafts in zip(group, _drafts(target, drafter, extract, group, max_new_tokens), strict=True)
-    ]
+    with any_shape(target.device):
+        return [
+            walk(answer, drafts, spec.block_size, max_new_tokens, target.eos_token_ids)
+            for group in _groups(answers, ROW_QUERIES[target.device.type] // spec.block_size)
+            for answer, drafts in zip(group, _drafts(target, drafter, extract, group, max_new_tokens), strict=True)
+        ]
 
 
 def _groups(answers: Sequence[GreedyAnswer], most: int) -> Iterator[list[GreedyAnswer]]:
