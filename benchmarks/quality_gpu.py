@@ -34,7 +34,7 @@ from draftsmith.tracking import read_metrics
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
 ALONE = ", alone"
-LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 170.0, 300.0, 150.0, 200.0
+LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 300.0, 150.0, 200.0
 """Seconds an arm may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
 """Overrides with which other code is compiled."""
