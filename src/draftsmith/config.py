@@ -193,8 +193,9 @@ class TrainConfig(Section):
     """Held-out loss and accuracy by slot every so many steps; 0: only at the end."""
     heldout_rows: int = Field(4, ge=1)
     accept_every: int = Field(0, ge=0)
-    """Real accepted length of the serving loop every so many steps; 0: never."""
+    """Accepted length every so many steps, and at the end; 0: never."""
     accept_prompts: int = Field(4, ge=1)
+    """For the serving loop; with `evaluate.replay` it is `evaluate.prompts`."""
     checkpoint_every: int = Field(500, ge=1)
     keep_checkpoints: int = Field(3, ge=1)
     seed: int = Field(0, ge=0)
@@ -294,9 +295,22 @@ class EvaluateConfig(Section):
     rule: Literal["match", "reject"] = "match"
     """Acceptance at temperature > 0. match: greedy drafts, accepted where the target's own sample is the same.
     reject: sampled drafts, rejection sampling.  Both leave the target's distribution as it is."""
+    graphs: bool | None = None
+    """Decode with fixed shapes, a round as one CUDA graph; default: on a GPU, where target and rule allow it."""
     untrained: bool = False
     """Also measure a drafter with fresh weights, for comparison."""
+    heldout: Path | None = None
+    """Prompts of their own, in any of the shapes of `generate.prompts`; default: the store's held-out documents."""
+    replay: bool = False
+    """Temperature 0: instead of the serving loop, drafts at every position of the target's own greedy answers, many
+    prompts at a time, and the rounds that the loop would have made of them.  `train.accept_every` then does it too."""
     seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _greedy(self) -> EvaluateConfig:
+        if self.replay and self.temperature > 0:
+            raise ValueError("evaluate.replay is for evaluate.temperature=0: at a temperature there is no one answer")
+        return self
 
 
 class ExportConfig(Section):

@@ -199,6 +199,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class GreedyAnswer:
+    """What the target says to a held-out prompt at temperature 0.  Written and read by evaluate/replay.py."""
+
+    id: str
+    category: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The answer, and behind its stop token what the target would go on with: drafts reach beyond the stop."""
+    length: int
+    """How many of `tokens` are the answer, its stop token counted."""
+
+
+@dataclass(frozen=True)
 class CheckpointState:
     """state.json of a checkpoint.  Written and read by train/checkpoint.py."""
 

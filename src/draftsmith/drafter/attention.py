@@ -7,6 +7,7 @@ they cannot disagree about the rule.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftsmith.drafter.blocks import block_interval, context_interval
 from draftsmith.errors import InputError
 
 TILE = 128
-"""Side of a BlockMask's tiles, and the most queries of a piece (but for a single longer block)."""
+"""Side of a BlockMask's tiles, and by default the most queries of a piece (but for a single longer block)."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,25 @@ def build_masks(
     device: torch.device,
     *,
     trained: bool = False,
+    sizes: np.ndarray | None = None,
+    most: int = TILE,
 ) -> list[Mask]:
     """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch.
 
-    kind: flex; sdpa, in pieces; dense, the plain twin of both, one mask of every query and key.
-    trained: the queries of the last layer are without slot 0 of each block.
+    kind: flex; sdpa, in pieces of at most `most` block tokens; dense, the plain twin of both, one mask of every query
+    and key.  trained: the queries of the last layer are without slot 0 of each block.  sizes: as in block_interval.
     """
     made: dict[tuple[int | None, int], Mask] = {}
     first = [0] * (len(windows) - 1) + [int(trained)]
     for window, skip in zip(windows, first, strict=True):
         if (window, skip) not in made:
-            every = (*context_interval(low, high, block_size, window), *block_interval(len(low), block_size, window))
+            every = (
+                *context_interval(low, high, block_size, window),
+                *block_interval(len(low), block_size, window, sizes),
+            )
             intervals = tuple(i.reshape(-1, block_size)[:, skip:].reshape(-1) for i in every)
             if kind == "sdpa":
-                made[window, skip] = piece_masks(low, block_size, skip, intervals, device)
+                made[window, skip] = piece_masks(low, block_size, skip, intervals, device, most)
             else:
                 build = dense_mask if kind == "dense" else interval_block_mask
                 made[window, skip] = build(*put_all(intervals, device), context=context, own=len(every[0]))
@@ -94,13 +101,18 @@ def build_masks(
 
 
 def piece_masks(
-    low: np.ndarray, block_size: int, skip: int, intervals: tuple[np.ndarray, ...], device: torch.device
+    low: np.ndarray,
+    block_size: int,
+    skip: int,
+    intervals: tuple[np.ndarray, ...],
+    device: torch.device,
+    most_tokens: int,
 ) -> tuple[Piece, ...]:
-    """Pieces of at most TILE block tokens; each holds only the keys that some query of it sees.
+    """Pieces of at most `most_tokens` block tokens; each holds only the keys that some query of it sees.
 
     intervals: lo, hi in the context and lo, hi among the block tokens, each int64 [Q], without the first `skip` slots.
     """
-    most = max(1, TILE // block_size)
+    most = max(1, most_tokens // block_size)
     cuts = [0]
     for block in range(1, len(low)):
         if low[block] != low[cuts[-1]] or block - cuts[-1] == most:
@@ -183,6 +195,14 @@ def _tiles(
 
     partial = some & ~full
     return (*listed(partial), *listed(partial.T), *listed(full), *listed(full.T))
+
+
+def any_shape(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, SDPA without cuDNN, which may be preferred on a GPU and plans anew for every length that it meets:
+    decoding and replay meet a new one each time."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def one_graph(function: Any) -> Any:

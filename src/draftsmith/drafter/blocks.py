@@ -87,13 +87,17 @@ def context_interval(
     return np.minimum(lo, hi), hi
 
 
-def block_interval(blocks: int, block_size: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def block_interval(
+    blocks: int, block_size: int, window: int | None, sizes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Visible queries [lo, hi) of every query, counted over all blocks' slots, each int64 [A * B].
 
     Full layer: the whole own block, both directions.  Sliding layer: causal inside the block, within the window.
+    sizes: int64 [blocks], slots that a block really has, as at the end of an answer; the others are seen by nobody.
     """
     slot = np.tile(np.arange(block_size), blocks)
     first = np.repeat(np.arange(blocks) * block_size, block_size)
+    end = first + (block_size if sizes is None else np.repeat(sizes, block_size))
     if window is None:
-        return first, first + block_size
-    return first + np.maximum(0, slot - (window - 1)), first + slot + 1
+        return first, end
+    return first + np.maximum(0, slot - (window - 1)), np.minimum(first + slot + 1, end)

@@ -18,11 +18,11 @@ import httpx
 from draftsmith.config import Config
 from draftsmith.data.store import Document, Store
 from draftsmith.errors import InputError
-from draftsmith.evaluate.acceptance import drafter_and_folder, heldout_prompts, measure, plain_answers, unused
+from draftsmith.evaluate.acceptance import drafter_and_folder, evaluation_prompts, measure, plain_answers, unused
 from draftsmith.export import load_drafter
 from draftsmith.files import make_folder, write_text
 from draftsmith.progress import Progress
-from draftsmith.target.model import load_target
+from draftsmith.target.model import load_target, load_tokenizer
 
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """The distribution as it is; both servers have these names."""
@@ -55,7 +55,8 @@ def evaluate_server(config: Config, url: str, *, reference: bool = True, timeout
     """
     settings = config.evaluate
     path, folder = drafter_and_folder(config, drafter=reference)
-    prompts = heldout_prompts(Store(config.store), settings.prompts)
+    tokenizer = load_tokenizer(config.target) if settings.heldout else None
+    prompts = evaluation_prompts(config, Store(config.store), tokenizer, settings.prompts)
     with httpx.Client(base_url=url.rstrip("/"), timeout=timeout) as client:
         facts = server_facts(client)
         if path is not None:  # a drafter that does not fit is noticed before the server is asked

@@ -25,13 +25,14 @@ from draftsmith.data.tokenize import fingerprint
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import TOO_SLOW, InputError, Interrupted
-from draftsmith.evaluate.acceptance import heldout_prompts, measure
+from draftsmith.evaluate.acceptance import evaluation_prompts, measure, measure_replayed
+from draftsmith.evaluate.replay import greedy_answers
 from draftsmith.export import read_drafter
 from draftsmith.files import write_text
 from draftsmith.progress import Progress
 from draftsmith.provenance.artifacts import altered_shards
 from draftsmith.provenance.recorder import Recorder
-from draftsmith.records import DrafterSpec, PackedRow
+from draftsmith.records import DrafterSpec, GreedyAnswer, PackedRow
 from draftsmith.rundir import RunDir
 from draftsmith.sinks import check, open_sinks
 from draftsmith.target.extract import FeatureExtractor
@@ -71,6 +72,8 @@ class Plan:
     loader: Loader
     heldout_rows: list[PackedRow]
     prompts: list[Document]
+    answers: list[GreedyAnswer]
+    """The target's own to the prompts, where accepted length is measured by replay."""
     steps: int
     attention: str
     compute_dtype: torch.dtype
@@ -115,6 +118,13 @@ def prepare(
     compiling.check_fp8(config, target.device)
     if compiling.wanted(config, target.device):
         compiling.cache_folder(config, compiling.parts(config, spec, target))
+    prompts: list[Document] = []
+    answers: list[GreedyAnswer] = []
+    if settings.accept_every and world.first:
+        replayed = config.evaluate.replay
+        count = config.evaluate.prompts if replayed else settings.accept_prompts
+        prompts = evaluation_prompts(config, store, target.tokenizer, count)
+        answers = greedy_answers(config, target, prompts) if replayed else []
     gpu = target.device.type == "cuda"
     compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
@@ -124,7 +134,8 @@ def prepare(
         spec=spec,
         loader=loader,
         heldout_rows=heldout_rows,
-        prompts=heldout_prompts(store, settings.accept_prompts) if settings.accept_every else [],
+        prompts=prompts,
+        answers=answers,
         steps=steps,
         attention=pick_attention(settings.attention, target.device),
         compute_dtype=getattr(torch, compute),
@@ -432,19 +443,22 @@ def feature_sources(
 
 
 def accepted_length(config: Config, plan: Plan, drafter: DFlashDrafter, tracker: Tracker, done: int) -> None:
-    """Real accepted length of the drafter as it is now, by the serving loop."""
+    """Accepted length of the drafter as it is now, by the serving loop or by replay."""
     dtype = next(drafter.parameters()).dtype
     serving = (
         drafter if dtype == plan.target.dtype else DFlashDrafter(plan.spec).to(plan.target.device, plan.target.dtype)
     )
     if serving is not drafter:
         serving.load_state_dict(drafter.state_dict())
-    result = measure(
-        f"step {done}", plan.target, serving, plan.prompts, None, max_new_tokens=config.evaluate.max_new_tokens
-    ).result
+    label, limit = f"step {done}", config.evaluate.max_new_tokens
+    if plan.answers:
+        result = measure_replayed(label, plan.target, serving, plan.answers, limit).result
+    else:
+        result = measure(label, plan.target, serving, plan.prompts, None, max_new_tokens=limit).result
     tracker.record(
-        done, kind="accepted", accepted_length=result["accepted_length"], by_slot=result["acceptance_by_slot"]
-    )
+        done, kind="accepted", accepted_length=result["accepted_length"], by_slot=result["acceptance_by_slot"],
+        by_category=result["by_category"], spread=result["spread"],
+    )  # fmt: skip
     tracker.say(f"step {done}: accepted length {result['accepted_length']['pooled']:.3f} (pooled)")
 
 

@@ -1,0 +1,391 @@
+"""Quality of drafters by recipe, at equal tokens: many arms on one GPU, each a training run measured by replay.
+
+    python benchmarks/quality_gpu.py CONFIG [a.b=c ...] [--seconds 520] [--beside 4] [--only SUBSTRING ...]
+        [--add 'NAME: a.b=c a.b=c'] [--seeds NAME ...] [--alone NAME ...] [--tiny]
+    python benchmarks/quality_gpu.py serve NAME CONFIG [a.b=c ...] [--prompts 24] [--keep]
+
+Arms run as `draftsmith train` with overrides, `--beside` of them at once; those that share compiled code start when the
+first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
+in results/quality_smollm2.json (or $OUT).  The peer (peer_speculators.py) needs PYTHONPATH=.peers/speculators.
+`--alone` runs arms again one at a time, for their seconds.  `serve` does so with one, measured more often, and decodes
+with it at batch 1: speed-up at temperature 0 and 1, in bfloat16 and, lossless, in float32; `--keep` writes the exported
+drafter beside the results, its weights in parts.  `--tiny` rehearses all of it on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import RESULTS, write_result
+from peer_speculators import kept
+
+from draftsmith.export import export_folder
+from draftsmith.tracking import read_metrics
+
+NAME = "quality_smollm2"
+STORED = Path(__file__).parent / "results"
+ALONE = ", alone"
+LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 300.0, 150.0, 200.0
+"""Seconds an arm may take, start and compilation included; the peer; until its first step is done; left to begin it."""
+SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
+"""Overrides with which other code is compiled."""
+TINY = (
+    "device=cpu", "train.row_tokens=1024", "train.anchors=12", "train.steps=4", "train.log_every=2",
+    "train.accept_every=2", "train.heldout_rows=1", "evaluate.prompts=4", "evaluate.max_new_tokens=12",
+)  # fmt: skip
+PART = 15 << 20
+"""Bytes of a part of the kept weights."""
+ARMS: dict[str, list[str]] = {
+    "base": [],
+    "peer, its own recipe": ["peer", "own"],
+    "peer, our recipe": ["peer", "ours"],
+    "learning rate 2e-3": ["train.learning_rate=2e-3"],
+    "D-PACE": ["loss.kind=dpace"],
+    "Muon": ["train.optimizer=muon"],
+    "learning rate 5e-4": ["train.learning_rate=5e-4"],
+    "learning rate 4e-3": ["train.learning_rate=4e-3"],
+    "WSD": ["train.schedule=wsd"],
+    "B = 8": ["drafter.block_size=8"],
+    "2 layers": ["drafter.num_layers=2"],
+    "3 layers": ["drafter.num_layers=3"],
+    "8 layers": ["drafter.num_layers=8"],
+    "3 features": ["drafter.num_features=3"],
+    "8 features": ["drafter.num_features=8"],
+    "256 anchors": ["train.anchors=256"],
+    "128 anchors": ["train.anchors=128"],
+    "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
+    "FP8 drafter": ["train.fp8=drafter"],
+    "Muon, 2e-3": ["train.optimizer=muon", "train.learning_rate=2e-3"],
+    "D-PACE, 2e-3": ["loss.kind=dpace", "train.learning_rate=2e-3"],
+    "twice the tokens": ["train.steps=2440", "train.accept_every=488", "train.log_every=122"],
+}
+"""The most telling first."""
+
+
+class Arm:
+    """One training run in a process of its own."""
+
+    def __init__(self, name: str, fields: list[str], args: argparse.Namespace, work: Path, share: int) -> None:
+        self.name, self.begun, self.share = name, time.monotonic(), share
+        self.folder = work / f"{len(list(work.iterdir())):03d}"
+        self.folder.mkdir()
+        self.peer, self.out = fields[:1] == ["peer"], self.folder / "peer.json"
+        common = [str(args.config), *args.fields, f"compile.cache_dir={work.parent / 'cache'}"]
+        if self.peer:
+            attention = "sdpa" if args.tiny or "sdpa" in fields else "flex"
+            command = [str(Path(__file__).with_name("peer_speculators.py")), *common, "--recipe", fields[1],
+                       "--attention", attention, "--limit", str(PEER_LIMIT), "--out", str(self.out)]  # fmt: skip
+        else:
+            command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm", *fields]
+        self.log = self.folder / "log"
+        cores = max(1, (os.cpu_count() or 1) // share)
+        threads = {"OMP_NUM_THREADS": str(min(cores, 4)), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **threads}
+            )
+
+    @property
+    def limit(self) -> float:
+        if self.peer:
+            return PEER_LIMIT if self.compiled() else PEER_COMPILE
+        return LIMIT
+
+    def compiled(self) -> bool:
+        return self.process.poll() is not None or "compiled in" in self.log.read_text()
+
+    def found(self) -> dict[str, Any] | None:
+        """What it found, or how it failed; None while it runs."""
+        code = self.process.poll()
+        if code is None and time.monotonic() - self.begun <= self.limit:
+            return None
+        if code is None:
+            self.process.kill()
+            self.process.wait()
+        if code != 0:
+            why = f"exit code {code}" if code is not None else f"longer than {self.limit:.0f} s"
+            return {"failed": why, "said": self.log.read_text()[-1500:]}
+        found = json.loads(self.out.read_text()) if self.peer else read_run(self.run)
+        return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.share}
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "arm" / "attempt_1"
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """The curve of a run from its metrics: at each measurement tokens and seconds of training until then."""
+    lines = read_metrics(run / "metrics.jsonl")
+    rates = [line for line in lines if line["kind"] == "rate"]
+    curve = []
+    for line in lines:
+        if line["kind"] != "accepted":
+            continue
+        before = [r for r in rates if r["step"] <= line["step"]]
+        since = curve[-1]["step"] if curve else 0
+        losses = [t["loss"] for t in lines if t["kind"] == "train" and since < t["step"] <= line["step"]]
+        line["acceptance_by_slot"] = line["by_slot"]
+        curve.append({
+            "step": line["step"], "tokens": round(sum(r["tokens_per_s"] * r["seconds"] for r in before)),
+            "seconds": sum(r["seconds"] for r in before), "loss": sum(losses) / len(losses), **kept(line),
+        })  # fmt: skip
+    held = [line for line in lines if line["kind"] == "heldout"]
+    peak = max((r.get("peak_gpu_bytes", 0) for r in rates), default=0)
+    return {"curve": curve, "heldout_loss": held[-1]["loss"] if held else None, "peak_gib": peak / 2**30}
+
+
+def run_arms(arms: dict[str, list[str]], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> None:
+    """Run what is not there yet, as many at once as allowed, until the time is up.  Fills `found` as they end."""
+    begin = time.monotonic()
+    waiting, running = [n for n in arms if "curve" not in found.get(n, {})], list[Arm]()
+    compiled: set[str] = set()
+    longest = 60.0 if args.tiny else 90.0
+    while waiting or running:
+        for arm in running:
+            if arm.compiled():
+                compiled.add(shape(arms[arm.name]))
+        left = args.seconds - (time.monotonic() - begin)
+        for name in list(waiting):
+            fields = arms[name]
+            busy = {shape(arms[arm.name]) for arm in running} - compiled
+            if len(running) >= args.beside or shape(fields) in busy or (name.startswith("peer") and "peer" in busy):
+                continue
+            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else longest):
+                continue
+            running.append(Arm(name, fields, args, work, args.beside))
+            waiting.remove(name)
+        if not running:  # what waits needs more time than there is
+            break
+        time.sleep(0.5)
+        for arm in list(running):
+            result = arm.found()
+            if result is None and left < 5:
+                arm.process.kill()
+                arm.process.wait()
+                running.remove(arm)
+                waiting.append(arm.name)
+            elif result is not None:
+                running.remove(arm)
+                found[arm.name] = {"overrides": arms[arm.name], **result}
+                longest = max(longest, result.get("whole_s", 0.0) if not arm.peer else 0.0)
+                if (other := uncompiled(arm.name, found)) is not None:
+                    arms.update(other)
+                    waiting[:0] = [n for n in other if n not in waiting]
+                print(f"{time.monotonic() - begin:4.0f} s  {line(arm.name, found[arm.name])}", flush=True)
+                save(found)
+    if waiting:
+        print("left for the next call:", "; ".join(waiting))
+
+
+def uncompiled(name: str, found: dict[str, Any]) -> dict[str, list[str]] | None:
+    """The peer's arm that takes the place of one that failed: with attention that needs no compilation."""
+    fields = found.get(name, {}).get("overrides", [])
+    if "failed" not in found.get(name, {}) or fields[:1] != ["peer"] or "sdpa" in fields:
+        return None
+    return {f"{name}, SDPA": [*fields, "sdpa"]}
+
+
+def shape(fields: list[str]) -> str:
+    return "peer" if fields[:1] == ["peer"] else " ".join(sorted(f for f in fields if f.startswith(SHAPES)))
+
+
+def save(found: dict[str, Any], **more: Any) -> Path:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return write_result(NAME, {**summary(found), **more, "device": device, "arms": found})
+
+
+def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
+    """Seconds of training until accepted length (pooled) was `value`, between measurements in proportion."""
+    points = [(0.0, 1.0), *((p["seconds"], p["accepted_length"]["pooled"]) for p in curve)]
+    for (a, low), (b, high) in itertools.pairwise(points):
+        if high >= value:
+            return a + (b - a) * max(0.0, value - low) / max(high - low, 1e-9)
+    return None
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Best of ours against the best of the peer's recipes; seconds of a run that was alone on the GPU where there is
+    one."""
+    done = {name: arm for name, arm in found.items() if "curve" in arm}
+    final = {name: arm["curve"][-1] for name, arm in done.items()}
+    equal = [
+        n for n, arm in done.items() if not n.endswith(ALONE) and not any("train.steps" in f for f in arm["overrides"])
+    ]
+    ours, peers = ([n for n in equal if n.startswith("peer") == is_peer] for is_peer in (False, True))
+
+    def best(names: list[str]) -> str | None:
+        return max(names, key=lambda n: final[n]["accepted_length"]["pooled"], default=None)
+
+    def point(name: str | None) -> dict[str, Any]:
+        return final[name] if name else {}
+
+    one, other = best(ours), best(peers)
+    timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
+    theirs = point(other).get("accepted_length", {}).get("pooled")
+    return {
+        "best": {"ours": one, "speculators": other},
+        "accepted_length": {"ours": point(one).get("accepted_length", {}).get("pooled"), "speculators": theirs},
+        "spread": {"ours": point(one).get("spread", {}).get("all"), "speculators": point(other).get("spread", {}).get("all")},
+        "by_category": {
+            "ours": {c: v["pooled"] for c, v in point(one).get("by_category", {}).items()},
+            "speculators": {c: v["pooled"] for c, v in point(other).get("by_category", {}).items()},
+        },
+        "tokens": point(one).get("tokens"),
+        "seconds": {"ours": point(timed).get("seconds"), "speculators": point(their_timed).get("seconds")},
+        "seconds_to_peer_final": seconds_to(done[timed]["curve"], theirs) if timed and theirs else None,
+    }  # fmt: skip
+
+
+def line(name: str, arm: dict[str, Any]) -> str:
+    if "curve" not in arm:
+        return f"{name} | failed: {arm['failed']} | {arm['said'][-300:]!r}"
+    last, slots = arm["curve"][-1], arm["curve"][-1]["by_slot"]
+    shown = " ".join(f"{slots[k - 1] or 0:.2f}" for k in (1, 2, 3, 5, 7, 11, 15) if k <= len(slots))
+    categories = " ".join(f"{c} {v['pooled'] or 0:.2f}" for c, v in last["by_category"].items())
+    course = " ".join(f"{p['accepted_length']['pooled']:.2f}" for p in arm["curve"])
+    return (
+        f"{name} | {last['accepted_length']['pooled']:.3f} +- {last['spread']['all']:.3f} | {course} | {shown} | "
+        f"{categories} | {last['tokens'] / 1e6:.2f}M | {last['seconds']:.1f} s of {arm['whole_s']:.0f}, x{arm['beside']}"
+    )
+
+
+def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Train the arm alone; then the serving loop at batch 1 with what it trained, and the replay of the same prompts."""
+    often = [] if args.tiny else ["train.accept_every=61"]
+    arm = Arm(name, [*fields, *often], args, work, 1)
+    while (result := arm.found()) is None:
+        time.sleep(0.5)
+    found[f"{name}{ALONE}"] = {"overrides": fields, **result}
+    print(line(f"{name}{ALONE}", found[f"{name}{ALONE}"]), flush=True)
+    if "failed" in result:
+        return {}
+    (drafter,) = (arm.run / "checkpoints").iterdir()
+    out: dict[str, Any] = {"drafter": name}
+    graphs = "true"
+    for key, settings in {
+        "float32, T=0": ["target.dtype=float32"],
+        "float32, T=0, replayed": ["target.dtype=float32", "evaluate.replay=true"],
+        "bfloat16, T=0": ["target.dtype=bfloat16"],
+        "bfloat16, T=1": ["target.dtype=bfloat16", "evaluate.temperature=1"],
+    }.items():
+        folder = arm.folder / f"evaluation {len(out)}"
+        command = [
+            sys.executable, "-m", "draftsmith.cli", "evaluate", str(args.config), *args.fields, *fields,
+            "evaluate.replay=false", f"evaluate.prompts={args.prompts}", f"evaluate.drafter={drafter}",
+            f"evaluate.output={folder}", f"evaluate.graphs={graphs}", *settings,
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        files = list(folder.glob("*.json"))
+        if files:
+            out[key] = json.loads(files[0].read_text())["results"][0]
+            del out[key]["rounds"]
+        else:
+            out[key] = {"failed": f"exit code {done.returncode}", "said": done.stdout[-1500:], "graphs": graphs}
+            graphs = "false"
+        print(
+            key, done.returncode, {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}, flush=True
+        )
+        save(found, serve=out, **served(out))
+    if args.keep:
+        folder = export_folder(drafter, arm.folder / "export", "SmolLM2-135M-Instruct")
+        (RESULTS / f"{NAME}.drafter.json").write_text((folder / "config.json").read_text())
+        weights = (folder / "model.safetensors").read_bytes()
+        for number, start in enumerate(range(0, len(weights), PART)):
+            (RESULTS / f"{NAME}.drafter.{number}").write_bytes(weights[start : start + PART])
+    return out
+
+
+def served(out: dict[str, Any]) -> dict[str, Any]:
+    """What of `serve` stands at the top of the file."""
+    wide, narrow, warm = (out.get(k, {}) for k in ("float32, T=0", "bfloat16, T=0", "bfloat16, T=1"))
+    parted = narrow.get("parted", [])
+    return {
+        "lossless": wide.get("lossless"),
+        "parted_in_bfloat16": {
+            "answers": len(parted), "within_2_steps": sum((p["gap"] or 0) <= 2 * (p["step"] or 0) for p in parted),
+        },
+        "wall_speedup": narrow.get("wall_speedup"), "passes_speedup": narrow.get("passes_speedup"),
+        "wall_speedup_at_1": warm.get("wall_speedup"), "passes_speedup_at_1": warm.get("passes_speedup"),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="+", metavar="[serve NAME] CONFIG a.b=c")
+    parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument("--beside", type=int, default=4, help="arms at once")
+    parser.add_argument("--only", action="append", default=[], help="names that contain this")
+    parser.add_argument("--add", action="append", default=[], help="another arm")
+    parser.add_argument("--seeds", action="append", default=[], help="two more seeds of this arm")
+    parser.add_argument("--alone", action="append", default=[], help="this arm again, alone on the GPU")
+    parser.add_argument("--prompts", type=int, default=24, help="of serve")
+    parser.add_argument("--keep", action="store_true", help="serve: the exported drafter beside the results")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    serving = args.what.pop(0) == "serve" if args.what[0] == "serve" else False
+    name = args.what.pop(0) if serving else ""
+    args.config, args.fields = Path(args.what[0]), [*args.what[1:], *(TINY if args.tiny else ())]
+    found: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    for folder in (STORED, RESULTS):
+        if (folder / f"{NAME}.json").is_file():
+            before = json.loads((folder / f"{NAME}.json").read_text())
+            found = before["arms"]
+    added = {n.strip(): fields.split() for n, _, fields in (a.partition(":") for a in args.add)}
+    arms = {**added, **ARMS, **{n: a["overrides"] for n, a in found.items() if not n.endswith(ALONE)}}
+    for n in list(arms):
+        if (other := uncompiled(n, found)) is not None:
+            arms = {**other, **{m: f for m, f in arms.items() if m != n}}
+    for n in args.seeds:
+        arms |= {f"{n}, seed {s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder) / "arms"
+        work.mkdir()
+        keep = {k: v for k, v in before.items() if k in ("serve", *served({}))}
+        if serving:
+            out = serve(name, arms[name], args, work, found)
+            keep = {"serve": out, **served(out)} if out else keep
+        else:
+            wanted = {n: f for n, f in arms.items() if not args.only or any(o in n for o in args.only)}
+            if args.alone:
+                args.beside, wanted = 1, {f"{n}{ALONE}": arms[n] for n in args.alone}
+            prepare(args)
+            run_arms(wanted, args, work, found)
+        print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training")
+        print("\n".join(line(n, a) for n, a in found.items()))
+        top = save(found, **keep)
+    print(
+        json.dumps({k: v for k, v in json.loads(top.read_text()).items() if k not in ("arms", "serve", "environment")})
+    )
+    print(top)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """The target's greedy answers, once, before several processes would want them."""
+    code = (
+        "import sys; from draftsmith import env; env.prepare()\n"
+        "from pathlib import Path; from draftsmith.config import load_config\n"
+        "from draftsmith.data.store import Store; from draftsmith.target.model import load_target\n"
+        "from draftsmith.evaluate.acceptance import evaluation_prompts; from draftsmith.evaluate.replay import greedy_answers\n"
+        "c = load_config(Path(sys.argv[1]), sys.argv[2:]); t = load_target(c.target, c.device)\n"
+        "a = greedy_answers(c, t, evaluation_prompts(c, Store(c.store), t.tokenizer, c.evaluate.prompts))\n"
+        "print('greedy answers:', len(a), 'prompts,', sum(x.length for x in a), 'tokens')"
+    )
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", code, str(args.config), *args.fields], check=True)
+    args.seconds -= time.monotonic() - begin
+
+
+if __name__ == "__main__":
+    main()

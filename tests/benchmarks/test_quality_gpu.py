@@ -1,0 +1,71 @@
+"""What quality_gpu.py makes of its arms: curves from metrics, the best of each side, the time to the peer's value."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import quality_gpu as quality
+
+
+def point(step: int, seconds: float, pooled: float) -> dict:
+    lengths = {"mean_of_answers": pooled, "per_request": pooled, "pooled": pooled, "full_rounds": pooled}
+    return {
+        "step": step, "tokens": 100 * step, "seconds": seconds, "loss": 1.0, "accepted_length": lengths,
+        "by_slot": [0.5], "by_category": {"math": lengths}, "spread": {"all": 0.1, "math": 0.2},
+    }  # fmt: skip
+
+
+def arm(*points: tuple[int, float, float], overrides: tuple[str, ...] = ()) -> dict:
+    return {"overrides": list(overrides), "whole_s": 9.0, "beside": 4, "curve": [point(*p) for p in points]}
+
+
+def test_seconds_to_a_value_lie_between_measurements_in_proportion():
+    curve = arm((1, 10.0, 2.0), (2, 20.0, 1.9), (3, 30.0, 3.0))["curve"]
+    assert [quality.seconds_to(curve, v) for v in (1.0, 1.5, 2.0)] == [0.0, 5.0, 10.0]
+    assert quality.seconds_to(curve, 2.45) == pytest.approx(25.0) and quality.seconds_to(curve, 3.01) is None
+
+
+def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_tokens():
+    found = {
+        "base": arm((1, 40.0, 2.0)),
+        "Muon": arm((1, 20.0, 1.5), (2, 40.0, 2.5)),
+        "Muon, alone": arm((1, 5.0, 1.5), (2, 10.0, 2.5)),
+        "more": arm((4, 80.0, 4.0), overrides=("train.steps=9",)),
+        "peer, its own recipe": arm((1, 90.0, 1.8), overrides=("peer", "own")),
+        "peer, our recipe": arm((2, 99.0, 2.0), overrides=("peer", "ours")),
+        "FP8": {"overrides": [], "failed": "exit code 2", "said": "no GPU"},
+    }
+    top = quality.summary(found)
+    assert top["best"] == {"ours": "Muon", "speculators": "peer, our recipe"}
+    assert top["accepted_length"] == {"ours": 2.5, "speculators": 2.0} and top["tokens"] == 200
+    assert top["seconds"] == {"ours": 10.0, "speculators": 99.0} and top["seconds_to_peer_final"] == 7.5
+    assert quality.summary({})["seconds_to_peer_final"] is None
+    assert "2.500 +- 0.100" in quality.line("Muon", found["Muon"]) and "no GPU" in quality.line("FP8", found["FP8"])
+
+
+def test_a_curve_is_read_from_the_metrics_of_a_run(tmp_path):
+    def rate(step: int, seconds: float) -> dict:
+        return {"step": step, "kind": "rate", "tokens_per_s": 50.0, "seconds": seconds, "peak_gpu_bytes": 2**30}
+
+    accepted = {k: v for k, v in point(0, 0, 2.0).items() if k not in ("step", "tokens", "seconds", "loss")}
+    lines = [
+        *({"step": s, "kind": "train", "loss": float(s)} for s in (1, 2)), rate(2, 4.0),
+        {"step": 2, "kind": "accepted", **accepted}, *({"step": s, "kind": "train", "loss": float(s)} for s in (3, 4)),
+        rate(4, 2.0), {"step": 4, "kind": "heldout", "loss": 7.0}, {"step": 4, "kind": "accepted", **accepted},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = quality.read_run(tmp_path)
+    assert [(p["step"], p["tokens"], p["seconds"], p["loss"]) for p in found["curve"]] == [
+        (2, 200, 4, 1.5),
+        (4, 300, 6, 3.5),
+    ]
+    assert found["curve"][0]["by_slot"] == [0.5] and found["heldout_loss"] == 7.0 and found["peak_gib"] == 1.0
+
+
+def test_a_peer_that_failed_to_compile_is_taken_again_without():
+    failed = {"overrides": ["peer", "own"], "failed": "longer than 150 s", "said": ""}
+    assert quality.uncompiled("p", {"p": failed}) == {"p, SDPA": ["peer", "own", "sdpa"]}
+    assert quality.uncompiled("p", {"p": arm((1, 1.0, 2.0), overrides=("peer", "own"))}) is None
+    assert quality.uncompiled("x", {"x": {**failed, "overrides": []}}) is None
+    assert quality.uncompiled("p", {"p": {**failed, "overrides": ["peer", "own", "sdpa"]}}) is None
