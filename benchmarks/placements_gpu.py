@@ -1,6 +1,6 @@
 """Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
 
-    python benchmarks/placements_gpu.py [--only SUBSTRING] [--seconds 520] [--limit 170]
+    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING] [--seconds 520] [--limit 170]
 
 The list depends on the number of GPUs, the 27B stand-in's best split first; runs that would not end within `--seconds`
 are left for the next call, which goes on from what is in results/placements_h200_x<N>.json (or $OUT).
@@ -21,6 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from _common import RESULTS, write_result
+
+from draftsmith.config import parse_config
+from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec, random_row
+from draftsmith.plan import row_settings
+from draftsmith.predict import CARDS, GIB, card_rates, dense_geometry, predict
 
 STORED = Path(__file__).parent / "results"
 
@@ -63,8 +68,38 @@ def one(
         return {**json.loads(out.read_text()), "whole_s": time.monotonic() - begin}
 
 
+def predicted(run: dict[str, Any]) -> float:
+    """Rows a second that `draftsmith plan` expects of the placement, by its table of GPUs."""
+    shape = Shape(**run["shape"])
+    geometry = GEOMETRIES[run["geometry"]]
+    spec = drafter_spec(geometry, shape)
+    rows = [random_row(shape, geometry.vocab, seed) for seed in range(2)]
+    placement = run["placement"]
+    fields = {
+        "name": "plan", "device": "cpu", "target": {"model": "random", "forward": "packed", "dtype": "bfloat16"},
+        "tokenize": {"max_tokens": shape.row_tokens}, "placement": placement,
+        "train": {
+            "row_tokens": shape.row_tokens, "anchors": shape.anchors, "rows_per_step": run["rows_per_step"],
+            "steps": 1, "compute_dtype": "bfloat16", "feature_dtype": "bfloat16",
+        },
+    }  # fmt: skip
+    settings = row_settings(parse_config(json.dumps(fields), "plan"), spec, rows, gpu=True)
+    target = dense_geometry(
+        layers=geometry.layers, needed=spec.feature_layers[-1] + 1, hidden=geometry.hidden,
+        intermediate=geometry.intermediate, heads=geometry.heads, kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim, vocab=geometry.vocab, tied=False,
+    )  # fmt: skip
+    size = placement["targets"] + placement["drafters"]
+    card = CARDS["h200"]
+    said = predict(target, spec, settings, card_rates(card), size, (card.memory_gib * GIB,) * size)
+    asked = [p for p in said.placements if (p.targets, p.drafters) == (placement["targets"], placement["drafters"])]
+    return asked[0].rows_per_s
+
+
 def table(found: dict[str, Any]) -> str:
-    lines = ["run | rows/s | tokens/s | supervised/s | drafters wait | targets wait | peak GiB | first step s | vs x1"]
+    lines = [
+        "run | rows/s | plan said | tokens/s | supervised/s | drafters wait | targets wait | peak GiB | first step s | vs x1"
+    ]
     for name, run in found.items():
         if "failed" in run:
             lines.append(f"{name} | failed: {run['failed']}")
@@ -74,7 +109,7 @@ def table(found: dict[str, Any]) -> str:
         waits, processes = run["waits"], run["processes"].values()
         firsts = [p["first_step_s"] for p in processes if "first_step_s" in p]
         lines.append(
-            f"{name} | {run['rows_per_s']:.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
+            f"{name} | {run['rows_per_s']:.2f} | {predicted(run):.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
             f"{waits.get('drafters_waited', 0):.0%} | {waits.get('targets_waited', 0):.0%} | "
             f"{max(p['peak_gib'] for p in processes):.1f} | {max(firsts):.1f} | {gain}"
         )
@@ -85,6 +120,7 @@ def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser()
+    parser.add_argument("--table", type=Path, help="print the table of such a result, and run nothing")
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument(
@@ -93,6 +129,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows a step")
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())["runs"]))
+        return
     begin, gpus = time.monotonic(), torch.cuda.device_count()
     name = f"placements_h200_x{gpus}"
     found: dict[str, Any] = {}
