@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.config import parse_config
+from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.blocks import build_blocks
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
@@ -143,7 +144,7 @@ class Bench:
             frozen = Frozen(self.target.embedding, self.target.head)
             self.step = RowStep(
                 model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]
-                attention="flex" if self.device.type == "cuda" else "sdpa", compute_dtype=self.dtype,
+                attention=pick_attention(self.config.train.attention, self.device), compute_dtype=self.dtype,
                 compiled=compiled, world=self.world,
             )  # fmt: skip
             self.optimizer = make_optimizer(model, self.config.train, one_pass=compiled)

@@ -182,7 +182,8 @@ class TrainConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "triton"] = "auto"
+    """auto: flex on a GPU, sdpa on a CPU.  triton: our own kernels, on a GPU."""
     fp8: Literal["off", "target", "drafter", "both"] = "off"
     """Whose linear layers compute in 8 bits: needs a compiled run on a GPU of the Hopper generation or later."""
     features: Literal["online", "files"] = "online"

@@ -67,13 +67,14 @@ def check_nothing_waits(bench: Bench) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows):
-    compiled = train(built(tmp_path), 6, rows)
+@pytest.mark.parametrize(("rows", "attention"), [(1, "flex"), (2, "flex"), (2, "triton")])
+def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows, attention):
+    compiled = train(built(tmp_path, f"train.attention={attention}"), 6, rows)
     torch._dynamo.reset()
+    torch._dynamo.config.error_on_recompile = False
     plain = train(built(tmp_path, "compile.enabled=false"), 6, rows)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=5e-3, atol=0)
-    assert compiled[-1] < compiled[0]
+    assert compiled[4] < compiled[0]  # of the same rows
 
 
 @pytest.mark.parametrize("fields", [(), OTHER_FIELDS])

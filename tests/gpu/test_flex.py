@@ -1,4 +1,4 @@
-"""flex_attention against its SDPA twin on a GPU: values and gradients, full and sliding layers, fp32 and bf16.
+"""flex_attention and our own kernels against their SDPA twin on a GPU: values and gradients, full and sliding layers, fp32 and bf16.
 
 python -m pytest tests/gpu -m gpu
 """
@@ -26,14 +26,16 @@ BOUNDS = {"float32": 2e-5, "bfloat16": 1.5e-2}
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", CASES)
-def test_attention_values_and_gradients(case, dtype):
-    errors = attention_errors(case, getattr(torch, dtype))
+@pytest.mark.parametrize("fused", ["flex", "triton"])
+def test_attention_values_and_gradients(case, dtype, fused):
+    errors = attention_errors(case, getattr(torch, dtype), fused)
     assert max(errors.values()) < BOUNDS[dtype], errors
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_drafter_loss_and_gradients(window):
-    errors = drafter_errors(window)
+@pytest.mark.parametrize("fused", ["flex", "triton"])
+def test_drafter_loss_and_gradients(window, fused):
+    errors = drafter_errors(window, fused)
     assert errors["loss"] < 1e-5 and errors["worst_gradient"] < 1e-4, errors
 
 
