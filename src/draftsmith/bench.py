@@ -135,12 +135,15 @@ class Bench:
                 self.config, self.world, self.spec, self.target, self.said.append, self.said.append
             )
         if drafter:
-            model = DFlashDrafter(self.spec).to(self.device)
+            with self.device:
+                model = DFlashDrafter(self.spec)
             generator = torch.Generator(self.device).manual_seed(3)
             with torch.no_grad():
-                for parameter in model.parameters():
+                for name, parameter in model.named_parameters():
                     if parameter.dim() == 2:
                         parameter.normal_(0, 0.02, generator=generator)
+                    elif name.endswith("bias"):
+                        parameter.zero_()
             frozen = Frozen(self.target.embedding, self.target.head)
             self.step = RowStep(
                 model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]

@@ -52,15 +52,22 @@ def rotate(x_hnD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return (x_hnD.to(wide) * cos + torch.cat([-b, a], dim=-1).to(wide) * sin).to(x_hnD.dtype)
 
 
+class Linear(nn.Linear):
+    """Without torch's first values, which take seconds for a billion weights: `initialize` or a checkpoint sets all."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Attention(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         h, d, bias = spec.hidden_size, spec.head_dim, spec.attention_bias
         self.head_dim = d
-        self.q_proj = nn.Linear(h, spec.num_heads * d, bias=bias)
-        self.k_proj = nn.Linear(h, spec.num_kv_heads * d, bias=bias)
-        self.v_proj = nn.Linear(h, spec.num_kv_heads * d, bias=bias)
-        self.o_proj = nn.Linear(spec.num_heads * d, h, bias=bias)
+        self.q_proj = Linear(h, spec.num_heads * d, bias=bias)
+        self.k_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
+        self.v_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
+        self.o_proj = Linear(spec.num_heads * d, h, bias=bias)
         self.q_norm = RMSNorm(d, spec.rms_norm_eps)
         self.k_norm = RMSNorm(d, spec.rms_norm_eps)
 
@@ -87,9 +94,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x_QH: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_QH)) * self.up_proj(x_QH))
@@ -124,7 +131,7 @@ class DFlashDrafter(nn.Module):
         self.spec = spec
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.fc = nn.Linear(len(spec.feature_layers) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.fc = Linear(len(spec.feature_layers) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def initialize(self, seed: int) -> DFlashDrafter:
