@@ -61,8 +61,8 @@ drafter_again = drafter
 
 
 def drafter_triton() -> dict[str, Any]:
-    """With our own attention kernels."""
-    return drafter("train.attention=triton")
+    """With our own kernels."""
+    return drafter("train.attention=triton", "loss.softmax=triton")
 
 
 def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:

@@ -158,6 +158,8 @@ class LossConfig(Section):
     dpace_alpha: float = Field(0.5, ge=0, lt=1)
     chunk_rows: int | None = Field(None, ge=1)
     """Rows of logits that exist at a time; default 512, or about 2,048 where the loss is compiled."""
+    softmax: Literal["torch", "triton"] = "torch"
+    """What runs between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
-from helpers_train import make_row, random_row
+from helpers_train import make_row, make_spec, random_row
 
 from drafter.test_attention import long_row, masks_of
 from draftsmith.drafter.attention import check_triton, pick_attention
 from draftsmith.drafter.intervals import TILE
+from draftsmith.drafter.loss import pick_chunk
 from draftsmith.errors import InputError
 
 ROWS = {
@@ -64,3 +68,8 @@ def test_bad_input():
     for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float32), (64, torch.float64)):
         with pytest.raises(InputError, match="power of two"):
             check_triton(head_dim, dtype)
+    spec = make_spec()
+    with pytest.raises(InputError, match="needs a GPU"):
+        pick_chunk("triton", spec, torch.device("cpu"), compiled=False)
+    with pytest.raises(InputError, match="caps or scales its logits" if find_spec("triton") else "needs a GPU"):
+        pick_chunk("triton", dataclasses.replace(spec, output_multiplier=2.0), torch.device("cuda"), compiled=True)

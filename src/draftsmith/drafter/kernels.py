@@ -1,6 +1,8 @@
-"""Attention where every query sees two intervals of keys: Triton kernels, forward and backward, for a GPU.
+"""Triton kernels for a GPU: attention where every query sees two intervals of keys, forward and backward; and the
+softmax of the loss together with its gradient.
 
-Suffixes: N query heads, M key/value heads, Q queries, S keys, D head size; in the kernels B rows of a tile.
+Suffixes: N query heads, M key/value heads, Q queries, S keys, D head size, C rows of a chunk, V vocabulary; in the
+kernels B rows of a tile.
 Tiles that all queries of a tile see wholly need no mask; tiles that none sees are not visited (intervals.py).  The
 softmax is the streaming one of FlashAttention-2 (arXiv 2307.08691), its backward pass without atomics: one kernel for
 the gradient of queries, one for that of keys and values.  There is no other path that it could fall back to.
@@ -18,6 +20,7 @@ from torch import Tensor
 from draftsmith.drafter.intervals import TILE, Intervals
 
 WARPS, STAGES, GRADIENT_STAGES = 4, 3, 2
+SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 16
 LOG2_E = 1.4426950408889634
 
 
@@ -105,6 +108,44 @@ def _differentiate(ctx: Any, grad: Tensor, unused: None) -> tuple[Tensor | None,
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)
+
+
+def softmax_gradient(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy and argmax == label (the first of equals), float32 [C]; the logits become the gradient, in place."""
+    logits_CV, labels_C = logits_CV.contiguous(), labels_C.contiguous()
+    ce, correct = (torch.empty(len(labels_C), device=logits_CV.device) for _ in range(2))
+    _softmax_gradient_kernel[len(labels_C),](
+        logits_CV, labels_C, ce, correct, logits_CV.shape[1], LOG2_E, B=SOFTMAX_TILE, num_warps=SOFTMAX_WARPS
+    )
+    return ce, correct
+
+
+@triton.jit
+def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab, log2_e, B: tl.constexpr):
+    """One row a program: read from memory once and, its neighbours being few, from the cache once more."""
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * vocab
+    label = tl.load(labels_ptr + row)
+    picked = tl.load(logits_ptr + label).to(tl.float32)
+    top = tl.full([], float("-inf"), tl.float32)
+    total, earlier = tl.zeros([B], tl.float32), tl.zeros([B], tl.int32)
+    for first in range(0, vocab, B):
+        v = first + tl.arange(0, B)
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp2((top - higher) * log2_e) + tl.exp2((x - higher) * log2_e)
+        top = higher
+    whole = tl.sum(total, 0)
+    for first in range(0, vocab, B):
+        v = first + tl.arange(0, B)
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+        earlier += ((x == top) & (v < label)).to(tl.int32)
+        p = tl.exp2((x - top) * log2_e) / whole
+        p = tl.where(v == label, p - 1.0, p)
+        tl.store(logits_ptr + v, p.to(logits_ptr.dtype.element_ty), mask=v < vocab)
+    tl.store(ce_ptr + row, tl.log(whole) - (picked - top))
+    first_of_equals = tl.sum(earlier, 0) == 0
+    tl.store(correct_ptr + row, ((picked == top) & first_of_equals).to(tl.float32))
 
 
 @triton.jit
