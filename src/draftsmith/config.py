@@ -159,7 +159,7 @@ class LossConfig(Section):
     chunk_rows: int | None = Field(None, ge=1)
     """Rows of logits that exist at a time; default 512, or about 2,048 where the loss is compiled."""
     softmax: Literal["torch", "triton"] = "torch"
-    """What runs between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU."""
+    """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -111,7 +111,7 @@ _attend.register_autograd(_differentiate, setup_context=_remember)
 
 
 def softmax_gradient(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy and argmax == label (the first of equals), float32 [C]; the logits become the gradient, in place."""
+    """Cross entropy and argmax == label (first of equals), float32 [C]; the logits become the gradient, in place."""
     logits_CV, labels_C = logits_CV.contiguous(), labels_C.contiguous()
     ce, correct = (torch.empty(len(labels_C), device=logits_CV.device) for _ in range(2))
     _softmax_gradient_kernel[len(labels_C),](
