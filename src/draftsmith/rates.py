@@ -146,7 +146,7 @@ def target_layers(work: Work, device: torch.device) -> tuple[list[FeatureExtract
         )  # fmt: skip
         out.append(FeatureExtractor(target, [layers - 1], dtype))
         if compiling.wanted(work.config, device):
-            out[-1].compile()
+            out[-1].compile(attention=work.config.train.attention)
     return out, depth
 
 

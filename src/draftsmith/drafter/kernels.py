@@ -24,20 +24,21 @@ SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 16
 LOG2_E = 1.4426950408889634
 
 
-def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Intervals) -> Tensor:
-    """Softmax attention, [N, Q, D], differentiable.  D: a power of two, at least 16."""
-    return torch.ops.draftsmith.attend(q_NQD, k_MSD, v_MSD, *mask)[0]
+def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Intervals, scale: float | None = None) -> Tensor:
+    """Softmax attention, [N, Q, D], differentiable.  D: a power of two, at least 16.  scale: default D^-1/2."""
+    scale = q_NQD.shape[2] ** -0.5 if scale is None else scale
+    return torch.ops.draftsmith.attend(q_NQD, k_MSD, v_MSD, *mask, scale)[0]
 
 
 @torch.library.custom_op("draftsmith::attend", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, query_tiles: Tensor, key_tiles: Tensor
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, query_tiles: Tensor, key_tiles: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output [N, Q, D], of the layout [Q, N, D], and log2 of the sums of exponentials, float32 [N, Q]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
     out, sums = _empty_out(q), q.new_empty(heads, queries, dtype=torch.float32)
     _forward_kernel[heads, len(query_tiles)](
-        q, k, v, out, sums, sees, query_tiles, queries, keys, size**-0.5 * LOG2_E, *_strides(q, k, v, out),
+        q, k, v, out, sums, sees, query_tiles, queries, keys, scale * LOG2_E, *_strides(q, k, v, out),
         HEADS=heads // groups, B=TILE, D=size, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out, sums
@@ -46,13 +47,13 @@ def _attend(
 @torch.library.custom_op("draftsmith::attend_backward", mutates_args=())
 def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sums: Tensor, inner: Tensor, sees: Tensor, query_tiles: Tensor,
-    key_tiles: Tensor,
+    key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, and of k and v by query head, [N, S, D].  inner: sum of output * grad, float32 [N, Q]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
     grad_q = _empty_out(q)
     grad_k, grad_v = (q.new_empty(heads, keys, size) for _ in range(2))
-    numbers = queries, keys, size**-0.5 * LOG2_E, size**-0.5
+    numbers = queries, keys, scale * LOG2_E, scale
     settings: dict[str, Any] = {
         "HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS, "num_stages": GRADIENT_STAGES,
     }  # fmt: skip
@@ -79,21 +80,24 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, query_tiles: Tensor, key_tiles: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, query_tiles: Tensor, key_tiles: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     return _empty_out(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @_attend_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sums: Tensor, inner: Tensor, sees: Tensor, query_tiles: Tensor,
-    key_tiles: Tensor,
+    key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = q.shape[0], k.shape[1], q.shape[2]
     return _empty_out(q), q.new_empty(shape), q.new_empty(shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -102,9 +106,9 @@ def _differentiate(ctx: Any, grad: Tensor, unused: None) -> tuple[Tensor | None,
     inner = (out.float() * grad.float()).sum(-1)
     if grad.stride(2) != 1:
         grad = grad.contiguous()
-    grad_q, by_head_k, by_head_v = torch.ops.draftsmith.attend_backward(q, k, v, grad, sums, inner, *mask)
+    grad_q, by_head_k, by_head_v = torch.ops.draftsmith.attend_backward(q, k, v, grad, sums, inner, *mask, ctx.scale)
     groups = k.shape[0], q.shape[0] // k.shape[0]
-    return grad_q, by_head_k.unflatten(0, groups).sum(1), by_head_v.unflatten(0, groups).sum(1), None, None, None
+    return grad_q, by_head_k.unflatten(0, groups).sum(1), by_head_v.unflatten(0, groups).sum(1), *(None,) * 4
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from draftsmith.drafter.attention import one_graph, put
 from draftsmith.drafter.fp8 import FrozenLinear, with_linear
+from draftsmith.drafter.intervals import Intervals
 from draftsmith.records import PackedRow
-from draftsmith.target.packed import packed_masks, unsupported
+from draftsmith.target.packed import packed_intervals, packed_masks, triton_does, unsupported
 
 if TYPE_CHECKING:
     from draftsmith.target.model import Target
@@ -43,6 +44,18 @@ def capture(layers: Any, wanted: Sequence[int]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
+class _Seeing(nn.Module):
+    """A layer that is given Intervals for the mask that transformers hands on, which must be one of its own kinds."""
+
+    def __init__(self, layer: Any, kind: str | None, intervals: dict[str, Intervals]) -> None:
+        super().__init__()
+        self.layer, self.kind, self.intervals = layer, kind, intervals
+
+    def forward(self, *args: Any, **settings: Any) -> Any:
+        kind = self.kind or next(iter(self.intervals))
+        return self.layer(*args, **{**settings, "attention_mask": self.intervals[kind]})
+
+
 class FeatureExtractor:
     """The target cut after the last needed layer, its final norm taken out.
 
@@ -54,6 +67,7 @@ class FeatureExtractor:
         self.trunk = self._cut(target.layers[: self.wanted[-1] + 1])
         self.compiled: Any = None
         """The trunk with its layers compiled, one graph for all layers of a kind: see `compile`."""
+        self.intervals: dict[str, Intervals] | None = None
 
     def _cut(self, layers: nn.ModuleList) -> Any:
         trunk = copy.copy(self.target.trunk)
@@ -61,14 +75,22 @@ class FeatureExtractor:
         trunk.layers, trunk.norm = layers, nn.Identity()
         return trunk
 
-    def compile(self, *, fp8: bool = False) -> str | None:
-        """From now on packed rows run through compiled layers, flex_attention in them.  None, or why they cannot."""
+    def compile(self, *, fp8: bool = False, attention: str = "flex") -> str | None:
+        """From now on packed rows run through compiled layers.  None, or why they cannot.
+
+        attention: triton, our kernels where they do such heads; else flex_attention.
+        """
         if self.target.forward != "packed":
             return "it runs one document at a time"
         why = unsupported(self.target.text_config)
         if why is None:
             layers = [with_linear(layer, FrozenLinear) if fp8 else layer for layer in self.trunk.layers]
-            self.compiled = self._cut(nn.ModuleList([one_graph(layer) for layer in layers]))
+            compiled = [one_graph(layer) for layer in layers]
+            if attention == "triton" and triton_does(self.target.text_config, self.target.dtype):
+                self.intervals = {}
+                kinds = getattr(self.target.text_config, "layer_types", None) or [None] * len(layers)
+                compiled = [_Seeing(layer, kind, self.intervals) for layer, kind in zip(compiled, kinds, strict=False)]
+            self.compiled = self._cut(nn.ModuleList(compiled))
         return why
 
     def deviation(self, row: PackedRow) -> float:
@@ -92,6 +114,8 @@ class FeatureExtractor:
         tokens_T = put(row.tokens, self.target.device)
         if self.target.forward == "packed":
             masks = packed_masks(row, self.target.text_config, self.target.device) if self.compiled else None
+            if self.compiled and self.intervals is not None:
+                self.intervals.update(packed_intervals(row, self.target.text_config, self.target.device))
             return self._forward(tokens_T, put(row.positions, self.target.device), self.compiled, masks)
         width = len(self.wanted) * self.target.embedding.shape[1]
         out = torch.zeros(len(tokens_T), width, dtype=self.dtype, device=self.target.device)

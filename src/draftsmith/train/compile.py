@@ -222,7 +222,7 @@ class Compiler:
 
     def _target(self, extract: FeatureExtractor, row: PackedRow) -> None:
         eight = self.config.train.fp8 in ("target", "both")
-        why = extract.compile(fp8=eight)
+        why = extract.compile(fp8=eight, attention=self.config.train.attention)
         if why is None:
             try:
                 apart = extract.deviation(row)
