@@ -254,5 +254,7 @@ def attending(target: Target) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         raise InputError("the GPU's memory does not hold the answers in flight: lower generate.batch_size") from error
+    except NotImplementedError as error:
+        raise InputError(f"{error}: set generate.engine=static, and data_dir to a new folder") from error
     finally:
         target.model.set_attn_implementation(before)
