@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import make_config
 
+from draftsmith.config import EvaluateConfig
+from draftsmith.data.store import Document
 from draftsmith.errors import InputError
-from draftsmith.evaluate.acceptance import evaluate, parting
+from draftsmith.evaluate.acceptance import evaluate, make_loop, parting
 from draftsmith.evaluate.graphed import GraphedLoop
 from draftsmith.evaluate.speculate import decode_plain, decode_speculative
 from draftsmith.train.loop import train
@@ -65,6 +67,18 @@ def test_evaluate_takes_it_where_asked_and_refuses_what_it_cannot(stored, target
     assert evaluate(make_config(target_folder, tmp_path, *sampled))["results"][0]["rule"] == "match"
     with pytest.raises(InputError, match=r"evaluate\.graphs: .* the rule is reject"):
         evaluate(make_config(target_folder, tmp_path, *sampled, "evaluate.rule=reject"))
+
+
+def test_a_target_whose_attention_would_misread_the_mask_is_left_to_the_plain_loop(target, prompts):
+    settings, documents = EvaluateConfig(graphs=True), [Document(prompts[0].numpy(), ((8, 8),), "0", "all", True)]
+    before = target.model.config._attn_implementation
+    assert make_loop(settings, target, None, documents) is not None
+    target.model.set_attn_implementation("eager")
+    try:
+        with pytest.raises(InputError, match=r"evaluate\.graphs: .* its attention is eager"):
+            make_loop(settings, target, None, documents)
+    finally:
+        target.model.set_attn_implementation(before)
 
 
 def test_where_answers_part_the_gap_is_that_of_their_two_tokens(target, prompts):

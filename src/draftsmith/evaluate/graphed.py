@@ -47,6 +47,8 @@ def unsupported(target: Target) -> str | None:
     kinds = set(getattr(target.text_config, "layer_types", None) or ())
     if kinds - {"full_attention"} or (not kinds and getattr(target.text_config, "sliding_window", None)):
         return "it has layers without full attention"
+    if target.model.config._attn_implementation == "eager":  # which adds a mask to the scores: ours is of booleans
+        return "its attention is eager"
     return None
 
 
