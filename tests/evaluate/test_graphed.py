@@ -13,7 +13,9 @@ from draftsmith.data.store import Document
 from draftsmith.errors import InputError
 from draftsmith.evaluate.acceptance import evaluate, make_loop, parting
 from draftsmith.evaluate.graphed import GraphedLoop
+from draftsmith.evaluate.replay import replay
 from draftsmith.evaluate.speculate import decode_plain, decode_speculative
+from draftsmith.records import GreedyAnswer
 from draftsmith.train.loop import train
 from evaluate.conftest import GREEDY, KINDS, without_stop
 
@@ -79,6 +81,23 @@ def test_a_target_whose_attention_would_misread_the_mask_is_left_to_the_plain_lo
             make_loop(settings, target, None, documents)
     finally:
         target.model.set_attn_implementation(before)
+
+
+def test_a_target_whose_features_are_not_finite_is_an_error_whoever_decodes(target, half_trained, prompts):
+    drafter, answer = half_trained["full"], GreedyAnswer("0", "all", tuple(prompts[0].tolist()), (5,) * 40, 9)
+    loop = GraphedLoop(target, drafter, 20, LIMIT)
+    layer = target.layers[drafter.spec.feature_layers[-1]]
+    broken = layer.register_forward_hook(lambda module, args, out: out * float("inf"))
+    try:
+        for decode in (
+            lambda: loop.decode_speculative(prompts[0]),
+            lambda: decode_speculative(target, drafter, prompts[0], LIMIT, GREEDY),
+            lambda: replay(target, drafter, [answer], LIMIT),
+        ):
+            with pytest.raises(FloatingPointError, match="features of .* hold NaN or Inf"):
+                decode()
+    finally:
+        broken.remove()
 
 
 def test_where_answers_part_the_gap_is_that_of_their_two_tokens(target, prompts):

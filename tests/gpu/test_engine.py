@@ -170,5 +170,8 @@ def test_attention_that_slots_cannot_do_is_left_to_static_batches(tmp_path, kind
 
 def test_attention_that_is_found_out_late_is_one_line_too(target):
     states = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(InputError, match=r"softcap in attention over slots: set generate\.engine=static"), attending(target):
+    with (
+        pytest.raises(InputError, match=r"softcap in attention over slots: set generate\.engine=static"),
+        attending(target),
+    ):
         slots_module.slot_attention(None, states, states, states, None, softcap=50.0)

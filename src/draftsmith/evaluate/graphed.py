@@ -19,7 +19,7 @@ from draftsmith.drafter.blocks import block_interval
 from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
 from draftsmith.evaluate.speculate import _cut, _seconds
 from draftsmith.records import Answer
-from draftsmith.target.extract import capture
+from draftsmith.target.extract import capture, check_finite
 from draftsmith.target.model import Target
 
 
@@ -112,6 +112,7 @@ class GraphedLoop:
         at = torch.arange(len(prompt), device=prompt.device)
         logits, found = self._target(prompt, at, keep=1)
         if self.drafter is not None:
+            check_finite(self.target, found)
             self._extend(found, at)
         self.length.fill_(len(prompt))
         self.end.fill_(len(prompt) + self.limit)

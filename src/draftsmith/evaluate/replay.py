@@ -25,7 +25,7 @@ from draftsmith.errors import InputError
 from draftsmith.files import make_folder, write_text
 from draftsmith.progress import Progress
 from draftsmith.records import Answer, GreedyAnswer, PackedRow, read_json
-from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.extract import FeatureExtractor, check_finite
 from draftsmith.target.model import Target, weights_fingerprint
 
 BEYOND = 31
@@ -151,8 +151,7 @@ def _drafts(
         return [np.zeros((0, spec.block_size - 1), dtype=np.int64) for _ in answers]
     blocks = build_blocks(row, spec.block_size, spec.mask_token_id, 1.0, trim=True)
     features = extract.row(row)
-    if not torch.isfinite(features).all():
-        raise FloatingPointError(f"the features of {target.name} hold NaN or Inf: check its weights, or target.dtype")
+    check_finite(target, [features])
     # as served: min(B, 1 + tokens still wanted) slots
     sizes = np.concatenate([np.minimum(spec.block_size, limit - np.arange(n)) for n in counts])
     masks = build_masks(

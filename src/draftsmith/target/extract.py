@@ -43,6 +43,12 @@ def capture(layers: Any, wanted: Sequence[int]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
+def check_finite(target: Target, features: Sequence[Tensor]) -> None:
+    """Raises FloatingPointError where a feature is NaN or Inf; waits for the device."""
+    if not all(bool(torch.isfinite(f).all()) for f in features):
+        raise FloatingPointError(f"the features of {target.name} hold NaN or Inf: check its weights, or target.dtype")
+
+
 class FeatureExtractor:
     """The target cut after the last needed layer, its final norm taken out.
 
