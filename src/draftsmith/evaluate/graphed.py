@@ -23,7 +23,7 @@ from draftsmith.target.extract import capture, check_finite
 from draftsmith.target.model import Target
 
 
-class Slots:
+class FixedCache:
     """What transformers' layers need of a cache: keys and values [1, M, length, D] of each layer, written in place at
     the positions `at`."""
 
@@ -66,7 +66,7 @@ class GraphedLoop:
         self.target, self.drafter, self.limit, self.temperature = target, drafter, limit, temperature
         device, size = target.device, drafter.spec.block_size if drafter else 1
         self.total = longest + limit + size
-        self.cache = Slots(self.total)
+        self.cache = FixedCache(self.total)
         self.wanted = drafter.spec.feature_layers if drafter else ()
         self.length, self.end = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
