@@ -79,13 +79,14 @@ class Arm:
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.peer, self.out = fields[:1] == ["peer"], self.folder / "peer.json"
-        common = [str(args.config), *args.fields, f"compile.cache_dir={work.parent / 'cache'}"]
+        overrides = [f for f in fields if "=" in f]
+        common = [str(args.config), *args.fields, f"compile.cache_dir={work.parent / 'cache'}", *overrides]
         if self.peer:
             attention = "sdpa" if args.tiny or "sdpa" in fields else "flex"
             command = [str(Path(__file__).with_name("peer_speculators.py")), *common, "--recipe", fields[1],
                        "--attention", attention, "--limit", str(PEER_LIMIT), "--out", str(self.out)]  # fmt: skip
         else:
-            command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm", *fields]
+            command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm"]
         self.log = self.folder / "log"
         cores = max(1, (os.cpu_count() or 1) // share)
         threads = {"OMP_NUM_THREADS": str(min(cores, 4)), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
@@ -143,8 +144,11 @@ def read_run(run: Path) -> dict[str, Any]:
     return {"curve": curve, "heldout_loss": held[-1]["loss"] if held else None, "peak_gib": peak / 2**30}
 
 
-def run_arms(arms: dict[str, list[str]], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> None:
-    """Run what is not there yet, as many at once as allowed, until the time is up.  Fills `found` as they end."""
+def run_arms(
+    arms: dict[str, list[str]], args: argparse.Namespace, work: Path, found: dict[str, Any], keep: dict[str, Any]
+) -> None:
+    """Run what is not there yet, as many at once as allowed, until the time is up.  Fills `found` as they end, and
+    writes it, with `keep`."""
     begin = time.monotonic()
     waiting, running = [n for n in arms if "curve" not in found.get(n, {})], list[Arm]()
     compiled: set[str] = set()
@@ -181,7 +185,7 @@ def run_arms(arms: dict[str, list[str]], args: argparse.Namespace, work: Path, f
                     arms.update(other)
                     waiting[:0] = [n for n in other if n not in waiting]
                 print(f"{time.monotonic() - begin:4.0f} s  {line(arm.name, found[arm.name])}", flush=True)
-                save(found)
+                save(found, **keep)
     if waiting:
         print("left for the next call:", "; ".join(waiting))
 
@@ -361,7 +365,7 @@ def main() -> None:
             if args.alone:
                 args.beside, wanted = 1, {f"{n}{ALONE}": arms[n] for n in args.alone}
             prepare(args)
-            run_arms(wanted, args, work, found)
+            run_arms(wanted, args, work, found, keep)
         print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training")
         print("\n".join(line(n, a) for n, a in found.items()))
         top = save(found, **keep)

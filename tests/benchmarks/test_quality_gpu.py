@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -61,6 +62,19 @@ def test_a_curve_is_read_from_the_metrics_of_a_run(tmp_path):
         (4, 300, 6, 3.5),
     ]
     assert found["curve"][0]["by_slot"] == [0.5] and found["heldout_loss"] == 7.0 and found["peak_gib"] == 1.0
+
+
+def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(quality.subprocess, "Popen", lambda command, **more: commands.append(command))
+    (tmp_path / "arms").mkdir()
+    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False)
+    for fields in (["train.seed=1"], ["peer", "ours", "train.seed=1"], ["peer", "own", "train.seed=1", "sdpa"]):
+        quality.Arm("name", fields, args, tmp_path / "arms", 4)
+    for command in commands:
+        seeds = [a for a in command if a.startswith("train.seed")]
+        assert seeds == ["train.seed=0", "train.seed=1"] and "peer" not in command
+    assert [c[c.index("--attention") + 1] for c in commands[1:]] == ["flex", "sdpa"]
 
 
 def test_a_peer_that_failed_to_compile_is_taken_again_without():
