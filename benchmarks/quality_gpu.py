@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from draftsmith.tracking import read_metrics
 
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
-ALONE = ", alone"
+ALONE, SEED = ", alone", ", seed "
 LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 300.0, 150.0, 200.0
 """Seconds an arm may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
@@ -219,27 +220,33 @@ def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Best of ours against the best of the peer's recipes; seconds of a run that was alone on the GPU where there is
-    one."""
+    """Best of ours against the best of the peer's recipes, by the mean of an arm's seeds: the luckiest of several would
+    say too much.  Seconds of a run that was alone on the GPU where there is one."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     final = {name: arm["curve"][-1] for name, arm in done.items()}
     equal = [
-        n for n, arm in done.items() if not n.endswith(ALONE) and not any("train.steps" in f for f in arm["overrides"])
-    ]
+        n for n, arm in done.items()
+        if not n.endswith(ALONE) and SEED not in n and not any("train.steps" in f for f in arm["overrides"])
+    ]  # fmt: skip
     ours, peers = ([n for n in equal if n.startswith("peer") == is_peer] for is_peer in (False, True))
 
+    def of_seeds(name: str | None) -> list[float]:
+        seeds = [n for n in final if name and (n == name or n.startswith(f"{name}{SEED}")) and not n.endswith(ALONE)]
+        return [final[n]["accepted_length"]["pooled"] for n in seeds]
+
     def best(names: list[str]) -> str | None:
-        return max(names, key=lambda n: final[n]["accepted_length"]["pooled"], default=None)
+        return max(names, key=lambda n: statistics.mean(of_seeds(n)), default=None)
 
     def point(name: str | None) -> dict[str, Any]:
         return final[name] if name else {}
 
     one, other = best(ours), best(peers)
     timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
-    theirs = point(other).get("accepted_length", {}).get("pooled")
+    mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {
         "best": {"ours": one, "speculators": other},
-        "accepted_length": {"ours": point(one).get("accepted_length", {}).get("pooled"), "speculators": theirs},
+        "accepted_length": {"ours": mine, "speculators": theirs},
+        "accepted_length_of_seeds": {"ours": of_seeds(one), "speculators": of_seeds(other)},
         "spread": {"ours": point(one).get("spread", {}).get("all"), "speculators": point(other).get("spread", {}).get("all")},
         "by_category": {
             "ours": {c: v["pooled"] for c, v in point(one).get("by_category", {}).items()},
@@ -352,7 +359,7 @@ def main() -> None:
         if (other := uncompiled(n, found)) is not None:
             arms = {**other, **{m: f for m, f in arms.items() if m != n}}
     for n in args.seeds:
-        arms |= {f"{n}, seed {s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}
+        arms |= {f"{n}{SEED}{s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "arms"
         work.mkdir()

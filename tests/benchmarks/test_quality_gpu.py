@@ -41,6 +41,12 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     assert top["best"] == {"ours": "Muon", "speculators": "peer, our recipe"}
     assert top["accepted_length"] == {"ours": 2.5, "speculators": 2.0} and top["tokens"] == 200
     assert top["seconds"] == {"ours": 10.0, "speculators": 99.0} and top["seconds_to_peer_final"] == 7.5
+    found["base, seed 1"] = arm((1, 40.0, 3.4))  # one lucky seed of an arm whose mean is 2.4
+    found["base, seed 2"] = arm((1, 40.0, 1.8))
+    found["Muon, seed 1"] = arm((2, 40.0, 2.9))
+    top = quality.summary(found)
+    assert top["best"]["ours"] == "Muon" and top["accepted_length"]["ours"] == pytest.approx(2.7)
+    assert top["accepted_length_of_seeds"] == {"ours": [2.5, 2.9], "speculators": [2.0]}
     assert quality.summary({})["seconds_to_peer_final"] is None
     assert "2.500 +- 0.100" in quality.line("Muon", found["Muon"]) and "no GPU" in quality.line("FP8", found["FP8"])
 
