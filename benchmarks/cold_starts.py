@@ -1,10 +1,10 @@
-"""Cold starts of three drafter processes at once: no crash, no hang, no fallback.
+"""Cold starts of drafter processes at once, three unless told: no crash, no hang, no fallback.
 
-    python benchmarks/cold_starts.py [--device cpu|cuda] [--starts N] [--warm N] [--together N]
+    python benchmarks/cold_starts.py [--device cpu|cuda] [--starts N] [--warm N] [--together N] [--processes N]
 
 Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
 `--warm` of them are followed, at the end, by a second start on the cache they left.  `--together` cold starts run side
-by side.  Writes results/cold_starts_{cpu,h200}.json.
+by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,h200,h200_xN}.json.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from _common import write_result
 
-PROCESSES = 3
 SHAPES = {
     "cpu": ["--geometry", "tiny", "--row-tokens", "256", "--anchors", "16", "--block-size", "8", "--layers", "1"],
     "cuda": ["--geometry", "small", "--row-tokens", "1024", "--anchors", "64", "--layers", "1"],
 }
 
 
-def start(device: str, cache: Path, limit: float) -> dict[str, Any]:
+def start(device: str, processes: int, cache: Path, limit: float) -> dict[str, Any]:
     """One start: {"how": ok, crash, hang or fallback, "seconds": whole, "first_step_s": of the slowest process}."""
     out = cache.parent / "found.json"
     out.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "draftsmith.cli", "bench", *SHAPES[device], "--device", device, "--rows-per-step", "3",
-        "--steps", "2", "--json", str(out), f"placement.drafters={PROCESSES}", "compile.enabled=true",
+        sys.executable, "-m", "draftsmith.cli", "bench", *SHAPES[device], "--device", device, "--rows-per-step", str(processes),
+        "--steps", "2", "--json", str(out), f"placement.drafters={processes}", "compile.enabled=true",
         "target.forward=packed", f"compile.cache_dir={cache}",
     ]  # fmt: skip
     begin = time.monotonic()
@@ -50,13 +50,13 @@ def start(device: str, cache: Path, limit: float) -> dict[str, Any]:
     if process.returncode or not out.is_file():
         how = "fallback" if "compiled anew" in said or "uncompiled" in said or "since the warm-up" in said else "crash"
         return {"how": how, "seconds": seconds, "said": said[-2000:]}
-    processes = json.loads(out.read_text())["processes"].values()
-    fell_back = [p for p in processes if p["compiled"]["target"] != "compiled" or "warning" in str(p["said"])]
+    facts = json.loads(out.read_text())["processes"].values()
+    fell_back = [p for p in facts if p["compiled"]["target"] != "compiled" or "warning" in str(p["said"])]
     return {
         "how": "fallback" if fell_back else "ok",
         "seconds": seconds,
-        "first_step_s": max(p["first_step_s"] for p in processes),
-        "cache": sorted({p["compiled"]["cache"] for p in processes}),
+        "first_step_s": max(p["first_step_s"] for p in facts),
+        "cache": sorted({p["compiled"]["cache"] for p in facts}),
         **({"said": fell_back} if fell_back else {}),
     }
 
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SHAPES), default="cpu")
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--together", type=int, default=1, help="cold starts side by side")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a start counts as hanging")
     args = parser.parse_args()
@@ -74,7 +75,7 @@ def main() -> None:
         def numbered(number: int) -> dict[str, Any]:
             cache = Path(folder) / str(number) / "cache"
             cache.parent.mkdir(exist_ok=True)
-            found = start(args.device, cache, args.limit)
+            found = start(args.device, args.processes, cache, args.limit)
             print(number, json.dumps(found), flush=True)
             return found
 
@@ -84,7 +85,7 @@ def main() -> None:
     every = [*cold, *warm]
     result = {
         "together": args.together,
-        "processes": PROCESSES,
+        "processes": args.processes,
         "shape": SHAPES[args.device],
         "starts": len(cold),
         **{f"{how}s" if how != "crash" else "crashes": sum(s["how"] == how for s in every)
@@ -94,7 +95,9 @@ def main() -> None:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "each": {"cold": cold, "warm": warm},
     }  # fmt: skip
-    print(write_result("cold_starts_" + {"cpu": "cpu", "cuda": "h200"}[args.device], result))
+    gpus = torch.cuda.device_count()
+    kind = "cpu" if args.device == "cpu" else "h200" if gpus == 1 else f"h200_x{gpus}"
+    print(write_result(f"cold_starts_{kind}", result))
 
 
 if __name__ == "__main__":

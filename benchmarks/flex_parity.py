@@ -1,4 +1,5 @@
-"""flex_attention with our directly written BlockMask against SDPA with the dense mask: relative errors on a GPU.
+"""flex_attention with our directly written BlockMask, and our own kernels, against SDPA with the dense mask: relative
+errors on a GPU.
 
 python benchmarks/flex_parity.py      writes results/flex_parity.json; tests/gpu/test_flex.py uses the same cases
 """
@@ -56,15 +57,15 @@ CASES = [
 ]
 
 
-def _masks(case: Case) -> list:
+def _masks(case: Case, *kinds: str) -> list:
     device = torch.device("cuda")
     return [
         build_masks(kind, case.low, case.high, case.context, case.block_size, [case.window], device)[0]
-        for kind in ("flex", "dense")
+        for kind in kinds
     ]
 
 
-def attention_errors(case: Case, dtype: torch.dtype) -> dict[str, float]:
+def attention_errors(case: Case, dtype: torch.dtype, fused: str = "flex") -> dict[str, float]:
     """Relative error of output and of the gradients of q, k, v; the reference is SDPA in float64."""
     torch._dynamo.reset()  # each case has shapes of its own
     generator = torch.Generator("cuda").manual_seed(0)
@@ -75,9 +76,9 @@ def attention_errors(case: Case, dtype: torch.dtype) -> dict[str, float]:
 
     q, k, v = draw(case.heads, queries), draw(case.kv_heads, case.context + queries), None
     v, out_grad = draw(case.kv_heads, case.context + queries), draw(case.heads, queries)
-    flex_mask, dense = _masks(case)
+    mask, dense = _masks(case, fused, "dense")
     results = []
-    for kind, used in ((torch.float64, dense), (dtype, flex_mask)):
+    for kind, used in ((torch.float64, dense), (dtype, mask)):
         leaves = [x.to(dtype).to(kind).detach().requires_grad_() for x in (q, k, v)]
         out = attend(*leaves, used)
         out.backward(out_grad.to(kind))
@@ -86,8 +87,8 @@ def attention_errors(case: Case, dtype: torch.dtype) -> dict[str, float]:
     return {n: _rel(b, a) for n, a, b in zip(names, *results, strict=True)}
 
 
-def drafter_errors(window: int | None) -> dict[str, float]:
-    """A whole two-layer drafter in float32, loss and every gradient, flex against SDPA."""
+def drafter_errors(window: int | None, fused: str = "flex") -> dict[str, float]:
+    """A whole two-layer drafter in float32, loss and every gradient, against SDPA."""
     torch._dynamo.reset()
     case = make_case(512, 32, 16, window, 8, 2)
     spec = DrafterSpec(
@@ -109,7 +110,7 @@ def drafter_errors(window: int | None) -> dict[str, float]:
     weights[:, 0] = 0
     where = weights.reshape(-1).nonzero()[:, 0]
     out = []
-    for kind in ("dense", "flex"):
+    for kind in ("dense", fused):
         drafter.zero_grad()
         masks = build_masks(kind, case.low, case.high, 512, 16, spec.windows(), device)
         hidden = drafter(features, positions, x, at.reshape(-1), masks)
@@ -130,14 +131,16 @@ def main() -> None:
     from _common import write_result
 
     values = {
-        "attention": {
-            f"{case} {str(dtype).removeprefix('torch.')}": attention_errors(case, dtype)
-            for case in CASES
-            for dtype in (torch.float32, torch.bfloat16)
-        },
-        "drafter": {"full": drafter_errors(None), "sliding 40": drafter_errors(40)},
-        "gpu": torch.cuda.get_device_name(),
-    }
+        fused: {
+            "attention": {
+                f"{case} {str(dtype).removeprefix('torch.')}": attention_errors(case, dtype, fused)
+                for case in CASES
+                for dtype in (torch.float32, torch.bfloat16)
+            },
+            "drafter": {"full": drafter_errors(None, fused), "sliding 40": drafter_errors(40, fused)},
+        }
+        for fused in ("flex", "triton")
+    } | {"gpu": torch.cuda.get_device_name()}
     print(json.dumps(values, indent=2))
     print(write_result("flex_parity", values))
 

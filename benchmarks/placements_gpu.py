@@ -97,21 +97,24 @@ def predicted(run: dict[str, Any]) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [
-        "run | rows/s | plan said | tokens/s | supervised/s | drafters wait | targets wait | peak GiB | first step s | vs x1"
-    ]
+    columns = (
+        "run", "rows/s", "plan said", "tokens/s", "supervised/s", "drafters wait", "targets wait", "peak GiB",
+        "first step s", "vs x1", "loss vs x1",
+    )  # fmt: skip
+    lines = [" | ".join(columns)]
     for name, run in found.items():
         if "failed" in run:
             lines.append(f"{name} | failed: {run['failed']}")
             continue
         alone = found.get(name.rsplit(",", 1)[0] + ", colocated x1", {})
         gain = f"{run['rows_per_s'] / alone['rows_per_s']:.2f}" if "rows_per_s" in alone else ""
+        off = max((abs(a / b - 1) for a, b in zip(run["losses"], alone.get("losses", []), strict=False)), default=0.0)
         waits, processes = run["waits"], run["processes"].values()
         firsts = [p["first_step_s"] for p in processes if "first_step_s" in p]
         lines.append(
             f"{name} | {run['rows_per_s']:.2f} | {predicted(run):.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
             f"{waits.get('drafters_waited', 0):.0%} | {waits.get('targets_waited', 0):.0%} | "
-            f"{max(p['peak_gib'] for p in processes):.1f} | {max(firsts):.1f} | {gain}"
+            f"{max(p['peak_gib'] for p in processes):.1f} | {max(firsts):.1f} | {gain} | {off:.0e}"
         )
     return "\n".join(lines)
 
@@ -139,7 +142,9 @@ def main() -> None:
         if (folder / f"{name}.json").is_file():
             found = json.loads((folder / f"{name}.json").read_text())["runs"]
     with tempfile.TemporaryDirectory() as cache:
-        for geometry, tokens in (("dense-27b", 3072), ("qwen3-8b", 3072), ("dense-27b", 8192), ("qwen3-8b", 8192)):
+        for geometry, tokens in (
+            ("dense-27b", 3072), ("qwen3-8b", 3072), ("small", 3072), ("dense-27b", 8192), ("qwen3-8b", 8192)
+        ):  # fmt: skip
             for placement, overrides in placements(gpus):
                 key = f"{geometry}, T={tokens}, {placement}"
                 if args.only not in key or "rows_per_s" in found.get(key, {}):
@@ -148,7 +153,8 @@ def main() -> None:
                     print("left for the next call:", key)
                     continue
                 # every placement of a geometry has as many rows a step, so that their losses can be compared
-                found[key] = one(geometry, tokens, overrides, args.rows, args.steps, Path(cache), args.limit)
+                steps = 50 if geometry == "small" else args.steps  # for its losses
+                found[key] = one(geometry, tokens, overrides, args.rows, steps, Path(cache), args.limit)
                 print(key, json.dumps(found[key])[:700], flush=True)
                 write_result(name, {"device": torch.cuda.get_device_name(), "gpus": gpus, "runs": found})
     print(table(found))

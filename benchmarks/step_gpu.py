@@ -23,18 +23,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LIMITS = {"peer": 480, "drafter": 110, "end_to_end": 150, "drafter_again": 70, "plan": 200, "fp8": 200, "long": 200}
+LIMITS = {
+    "peer": 480,
+    "drafter": 110,
+    "drafter_triton": 110,
+    "end_to_end": 150,
+    "drafter_again": 70,
+    "plan": 200,
+    "fp8": 200,
+    "long": 200,
+}
 """Seconds a section may take."""
 GEOMETRY = "qwen3-8b"
 
 
-def drafter() -> dict[str, Any]:
+def drafter(*fields: str) -> dict[str, Any]:
     """The drafter alone on given features: time by part, peak memory, ceilings of the same process."""
     from draftsmith.bench import Bench, roofline
     from draftsmith.geometry import Shape
 
     begin = time.monotonic()
-    bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
+    bench = Bench(GEOMETRY, Shape(), "cuda", fields=[*_fields(), *fields])
     bench.build(target=False)
     assert bench.compiler is not None
     start = time.monotonic() - begin
@@ -49,6 +58,11 @@ def drafter() -> dict[str, Any]:
 
 
 drafter_again = drafter
+
+
+def drafter_triton() -> dict[str, Any]:
+    """With our own kernels."""
+    return drafter("train.attention=triton", "loss.softmax=triton")
 
 
 def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:

@@ -290,7 +290,7 @@ def test_the_newest_attempt_that_has_a_checkpoint_is_taken_and_named(target_fold
     empty = create(config.runs_dir, "tiny")
     with pytest.raises(InputError, match=r"attempt_1 has no checkpoint yet: .*export\.drafter"):
         export(config)
-    drafter = DFlashDrafter(make_spec())
+    drafter = DFlashDrafter(make_spec()).initialize(0)
     run = create(config.runs_dir, "tiny", new_attempt=True)
     source = checkpoint.save(run, 3, 1, drafter, torch.optim.AdamW(drafter.parameters()), {}, keep=1)
     create(config.runs_dir, "tiny", new_attempt=True)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.config import parse_config
+from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.blocks import build_blocks
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
@@ -134,16 +135,19 @@ class Bench:
                 self.config, self.world, self.spec, self.target, self.said.append, self.said.append
             )
         if drafter:
-            model = DFlashDrafter(self.spec).to(self.device)
+            with self.device:
+                model = DFlashDrafter(self.spec)
             generator = torch.Generator(self.device).manual_seed(3)
             with torch.no_grad():
-                for parameter in model.parameters():
+                for name, parameter in model.named_parameters():
                     if parameter.dim() == 2:
                         parameter.normal_(0, 0.02, generator=generator)
+                    elif name.endswith("bias"):
+                        parameter.zero_()
             frozen = Frozen(self.target.embedding, self.target.head)
             self.step = RowStep(
                 model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]
-                attention="flex" if self.device.type == "cuda" else "sdpa", compute_dtype=self.dtype,
+                attention=pick_attention(self.config.train.attention, self.device), compute_dtype=self.dtype,
                 compiled=compiled, world=self.world,
             )  # fmt: skip
             self.optimizer = make_optimizer(model, self.config.train, one_pass=compiled)

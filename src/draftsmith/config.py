@@ -158,6 +158,8 @@ class LossConfig(Section):
     dpace_alpha: float = Field(0.5, ge=0, lt=1)
     chunk_rows: int | None = Field(None, ge=1)
     """Rows of logits that exist at a time; default 512, or about 2,048 where the loss is compiled."""
+    softmax: Literal["torch", "triton"] = "torch"
+    """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -182,7 +184,8 @@ class TrainConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    attention: Literal["auto", "sdpa", "flex", "triton"] = "auto"
+    """auto: flex on a GPU, sdpa on a CPU.  triton: our own kernels, on a GPU."""
     fp8: Literal["off", "target", "drafter", "both"] = "off"
     """Whose linear layers compute in 8 bits: needs a compiled run on a GPU of the Hopper generation or later."""
     features: Literal["online", "files"] = "online"

@@ -382,7 +382,7 @@ def test_embedding_scale_multiplier_and_softcap_are_applied_in_serving_order():
 
 
 def test_swiglu_and_only_layers_fc_and_norms_train():
-    mlp = model.MLP(make_spec())
+    mlp = DFlashDrafter(make_spec()).initialize(0).layers[0].mlp
     x = torch.randn(3, 32)
     gate = F.linear(x, mlp.gate_proj.weight)
     expected = F.linear(gate * gate.sigmoid() * F.linear(x, mlp.up_proj.weight), mlp.down_proj.weight)

@@ -1,4 +1,5 @@
-"""Attention of blocks over context and their own block: SDPA piece by piece, or flex_attention with a BlockMask.
+"""Attention of blocks over context and their own block: SDPA piece by piece, flex_attention with a BlockMask, or
+our own Triton kernels (kernels.py).
 
 Suffixes: Q queries, P block tokens (A * B; Q = P but for the last layer in training), T context tokens, S = T + P keys
 (context first), D head size, N heads, M key/value heads.  All paths take the same intervals (drafter/blocks.py), so
@@ -8,6 +9,7 @@ they cannot disagree about the rule.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftsmith.drafter.blocks import block_interval, context_interval
+from draftsmith.drafter.intervals import Intervals, intervals
 from draftsmith.errors import InputError
 
 TILE = 128
@@ -36,7 +39,7 @@ class Piece:
     mask: Tensor  # bool [queries, context + own]
 
 
-Mask = Tensor | BlockMask | tuple[Piece, ...] | None
+Mask = Tensor | BlockMask | Intervals | tuple[Piece, ...] | None
 
 
 def put(array: np.ndarray, device: torch.device) -> Tensor:
@@ -60,9 +63,20 @@ def put_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 def pick_attention(name: str, device: torch.device) -> str:
     """auto: flex on a GPU, SDPA on a CPU, where flex has no backward.  Raises InputError for flex on a CPU."""
-    if name == "flex" and device.type == "cpu":
-        raise InputError("train.attention=flex: flex_attention has no backward on a CPU: use sdpa or auto")
+    if name in ("flex", "triton") and device.type == "cpu":
+        raise InputError(f"train.attention={name}: it has no backward on a CPU: use sdpa or auto")
     return name if name != "auto" else ("flex" if device.type == "cuda" else "sdpa")
+
+
+def check_triton(head_dim: int, dtype: torch.dtype) -> None:
+    """Raises InputError for what our kernels do not do."""
+    if head_dim < 16 or head_dim & (head_dim - 1) or dtype == torch.float64:
+        raise InputError(
+            f"train.attention=triton: heads of {head_dim} in {str(dtype).removeprefix('torch.')}: it needs a power of "
+            f"two from 16 on, and no float64: use flex or auto"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise InputError("train.attention=triton: Triton is not installed: use flex or auto")
 
 
 def build_masks(
@@ -80,8 +94,8 @@ def build_masks(
 ) -> list[Mask]:
     """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch.
 
-    kind: flex; sdpa, in pieces of at most `most` block tokens; dense, the plain twin of both, one mask of every query
-    and key.  trained: the queries of the last layer are without slot 0 of each block.  sizes: as in block_interval.
+    kind: flex; triton; sdpa, in pieces of at most `most` block tokens; dense, the plain twin of all, one mask of every
+    query and key.  trained: the last layer's queries are without slot 0 of each block.  sizes: as in block_interval.
     """
     made: dict[tuple[int | None, int], Mask] = {}
     first = [0] * (len(windows) - 1) + [int(trained)]
@@ -91,12 +105,15 @@ def build_masks(
                 *context_interval(low, high, block_size, window),
                 *block_interval(len(low), block_size, window, sizes),
             )
-            intervals = tuple(i.reshape(-1, block_size)[:, skip:].reshape(-1) for i in every)
+            seen = [i.reshape(-1, block_size)[:, skip:].reshape(-1) for i in every]
             if kind == "sdpa":
-                made[window, skip] = piece_masks(low, block_size, skip, intervals, device, most)
+                made[window, skip] = piece_masks(low, block_size, skip, seen, device, most)
+            elif kind == "triton":
+                arrays = intervals(seen, context, len(every[0]))
+                made[window, skip] = Intervals(*put_all(arrays, device))
             else:
                 build = dense_mask if kind == "dense" else interval_block_mask
-                made[window, skip] = build(*put_all(intervals, device), context=context, own=len(every[0]))
+                made[window, skip] = build(*put_all(seen, device), context=context, own=len(every[0]))
     return [made[key] for key in zip(windows, first, strict=True)]
 
 
@@ -104,7 +121,7 @@ def piece_masks(
     low: np.ndarray,
     block_size: int,
     skip: int,
-    intervals: tuple[np.ndarray, ...],
+    intervals: Sequence[np.ndarray],
     device: torch.device,
     most_tokens: int,
 ) -> tuple[Piece, ...]:
@@ -214,7 +231,11 @@ _flex: Callable[..., Any] = one_graph(flex_attention)
 
 
 def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, else SDPA."""
+    """Softmax attention, [N, Q, D].  The kind of mask chooses the kernel: BlockMask flex, Intervals ours, else SDPA."""
+    if isinstance(mask, Intervals):
+        from draftsmith.drafter import kernels  # needs Triton, which comes with torch for GPUs
+
+        return kernels.attend(q_NQD, k_MSD, v_MSD, mask)
     # keys repeated for their query heads, also for flex: its backward gives one program a tile of keys and all heads of
     # the group, and the first tiles, which nearly all blocks see, would be what every step waits for
     groups = q_NQD.shape[0] // k_MSD.shape[0]
@@ -222,7 +243,7 @@ def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, BlockMask):
         flex: Any = flex_attention if torch.compiler.is_compiling() else _flex
         return flex(q_NQD[None], k_NSD[None], v_NSD[None], block_mask=mask)[0]
-    if not isinstance(mask, tuple):
+    if mask is None or isinstance(mask, Tensor):
         return _sdpa(q_NQD, k_NSD, v_NSD, mask)
     (k_NTD, k_NPD), (v_NTD, v_NPD) = (x.tensor_split((x.shape[1] - mask[-1].own.stop,), dim=1) for x in (k_NSD, v_NSD))
     outs = []

@@ -10,6 +10,7 @@ rows and ranks, never a mean of means.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.drafter.attention import one_graph
 from draftsmith.drafter.model import to_logits
+from draftsmith.errors import InputError
 from draftsmith.records import DrafterSpec
 
 
@@ -166,6 +169,28 @@ def head_chunk(
     if spec.output_multiplier is not None:
         grad_CV = grad_CV.mul_(spec.output_multiplier)
     return ce_C, correct_C, grad_CV.to(hidden_CH.dtype) @ head_VH
+
+
+def pick_chunk(softmax: str, spec: DrafterSpec, device: torch.device, compiled: bool) -> Chunk | None:
+    """softmax: as in the config.  Raises InputError for what our kernel does not do."""
+    if softmax == "torch":
+        return one_graph(head_chunk) if compiled else None
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        raise InputError("loss.softmax=triton: it needs a GPU and Triton: use torch")
+    if spec.final_logit_softcapping is not None or spec.output_multiplier is not None:
+        raise InputError("loss.softmax=triton: this target caps or scales its logits: use torch")
+    return triton_chunk
+
+
+def triton_chunk(
+    hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `head_chunk`, with our own kernel between the two products.  For logits as the head gives them."""
+    from draftsmith.drafter import kernels
+
+    logits_CV = hidden_CH @ head_VH.T
+    ce_C, correct_C = kernels.softmax_gradient(logits_CV, labels_C)
+    return ce_C, correct_C, logits_CV @ head_VH
 
 
 def plain_loss(

@@ -18,6 +18,8 @@ from draftsmith.records import DrafterSpec
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of the context, each [M, T, D]."""
+Tables = tuple[Tensor, Tensor]
+"""cos and sin of rotary positions, float32 [n, D]."""
 Blocks = tuple[int, int]
 """How many blocks, and their size."""
 
@@ -36,7 +38,7 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
-def rotary_tables(positions_n: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions_n: Tensor, head_dim: int, theta: float) -> Tables:
     """cos, sin [n, D], always float32, computed from the positions: nothing to save, nothing to cast by accident."""
     pair = torch.arange(0, head_dim, 2, device=positions_n.device, dtype=torch.float32)
     angles = positions_n.float()[:, None] * (1.0 / theta ** (pair / head_dim))
@@ -44,7 +46,7 @@ def rotary_tables(positions_n: Tensor, head_dim: int, theta: float) -> tuple[Ten
     return angles.cos(), angles.sin()
 
 
-def rotate(x_hnD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_hnD: Tensor, tables: Tables) -> Tensor:
     """Plain RoPE over the two halves of each head."""
     cos, sin = tables
     a, b = x_hnD.chunk(2, dim=-1)
@@ -52,27 +54,34 @@ def rotate(x_hnD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return (x_hnD.to(wide) * cos + torch.cat([-b, a], dim=-1).to(wide) * sin).to(x_hnD.dtype)
 
 
+class Linear(nn.Linear):
+    """Without torch's first values, which take seconds for a billion weights: `initialize` or a checkpoint sets all."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Attention(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         h, d, bias = spec.hidden_size, spec.head_dim, spec.attention_bias
         self.head_dim = d
-        self.q_proj = nn.Linear(h, spec.num_heads * d, bias=bias)
-        self.k_proj = nn.Linear(h, spec.num_kv_heads * d, bias=bias)
-        self.v_proj = nn.Linear(h, spec.num_kv_heads * d, bias=bias)
-        self.o_proj = nn.Linear(spec.num_heads * d, h, bias=bias)
+        self.q_proj = Linear(h, spec.num_heads * d, bias=bias)
+        self.k_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
+        self.v_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
+        self.o_proj = Linear(spec.num_heads * d, h, bias=bias)
         self.q_norm = RMSNorm(d, spec.rms_norm_eps)
         self.k_norm = RMSNorm(d, spec.rms_norm_eps)
 
     def _heads(self, x_n: Tensor) -> Tensor:
         return x_n.unflatten(1, (x_n.shape[1] // self.head_dim, self.head_dim)).transpose(0, 1)
 
-    def key_value(self, x_nH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
+    def key_value(self, x_nH: Tensor, tables: Tables) -> KeyValue:
         """Keys and values of context tokens; block tokens go through the same projections, k_norm and RoPE."""
         return rotate(self.k_norm(self._heads(self.k_proj(x_nH))), tables), self._heads(self.v_proj(x_nH))
 
     def forward(
-        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask, compact: Blocks | None,
+        self, x_nH: Tensor, context: KeyValue, tables: Tables, mask: Mask, compact: Blocks | None,
         last: Blocks | None,
     ) -> Tensor:  # fmt: skip
         q_NQD = self.q_norm(self._heads(trained(spread(self.q_proj(x_nH), compact), last)))
@@ -87,9 +96,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x_QH: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_QH)) * self.up_proj(x_QH))
@@ -104,14 +113,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self, x_nH: Tensor, context: KeyValue, tables: tuple[Tensor, Tensor], mask: Mask,
+        self, x_nH: Tensor, context: KeyValue, tables: Tables, mask: Mask,
         compact: Blocks | None = None, last: Blocks | None = None,
     ) -> Tensor:  # fmt: skip
         attended_QH = self.self_attn(self.input_layernorm(x_nH), context, tables, mask, compact, last)
         x_QH = trained(spread(x_nH, compact), last) + attended_QH
         return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
 
-    def key_value(self, context_TH: Tensor, tables: tuple[Tensor, Tensor]) -> KeyValue:
+    def key_value(self, context_TH: Tensor, tables: Tables) -> KeyValue:
         """Context has no input norm of its own: hidden_norm has been applied once for all layers."""
         return self.self_attn.key_value(context_TH, tables)
 
@@ -124,7 +133,7 @@ class DFlashDrafter(nn.Module):
         self.spec = spec
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.fc = nn.Linear(len(spec.feature_layers) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.fc = Linear(len(spec.feature_layers) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def initialize(self, seed: int) -> DFlashDrafter:
@@ -139,14 +148,21 @@ class DFlashDrafter(nn.Module):
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return self
 
-    def context(self, features_TK: Tensor, positions_T: Tensor) -> list[KeyValue]:
+    def tables(self, positions_n: Tensor | Tables) -> Tables:
+        """Of positions; tables stay as they are.  A compiled step is given tables: it would compute the cosines of
+        positions anew for every head, in every kernel that turns one."""
+        if isinstance(positions_n, tuple):
+            return positions_n
+        return rotary_tables(positions_n, self.spec.head_dim, self.spec.rope_theta)
+
+    def context(self, features_TK: Tensor, positions_T: Tensor | Tables) -> list[KeyValue]:
         """Keys and values of context tokens for every layer.  features_TK: [T, K*H]."""
         context_TH = self.hidden_norm(self.fc(features_TK))
-        tables = rotary_tables(positions_T, self.spec.head_dim, self.spec.rope_theta)
+        tables = self.tables(positions_T)
         return [cast(Layer, layer).key_value(context_TH, tables) for layer in self.layers]
 
     def blocks(
-        self, x_nH: Tensor, positions_P: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask],
+        self, x_nH: Tensor, positions_P: Tensor | Tables, context: Sequence[KeyValue], masks: Sequence[Mask],
         blocks: Blocks | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states of block tokens after the final norm, [Q, H]; the target's head makes logits of them.
@@ -155,7 +171,7 @@ class DFlashDrafter(nn.Module):
         anchors, then MASK, which all other slots hold, so that the first layer projects A + 1 rows and not A * B; and
         of the last layer only what is trained is computed, slots 1 to B - 1: Q = A * (B - 1).
         """
-        tables = rotary_tables(positions_P, self.spec.head_dim, self.spec.rope_theta)
+        tables = self.tables(positions_P)
         compact, end = blocks, len(self.layers) - 1
         for number, (layer, key_value, mask) in enumerate(zip(self.layers, context, masks, strict=True)):
             x_nH = layer(x_nH, key_value, tables, mask, compact, blocks if number == end else None)
@@ -165,9 +181,9 @@ class DFlashDrafter(nn.Module):
     def forward(
         self,
         features_TK: Tensor,
-        positions_T: Tensor,
+        positions_T: Tensor | Tables,
         x_nH: Tensor,
-        positions_P: Tensor,
+        positions_P: Tensor | Tables,
         masks: Sequence[Mask],
         blocks: Blocks | None = None,
     ) -> Tensor:

@@ -400,6 +400,11 @@ def made_up_row(config: Config, block_size: int) -> PackedRow:
     )
 
 
+FUSED = {"flex": ("flex_attention", "flex_attention_backward"), "triton": ("_forward_kernel", "_gradient_kernel")}
+"""By how a drafter attends: words in the names of kernels, forward and backward."""
+NAMED = ("attention", "softmax", "_forward_kernel", "_gradient_kernel")
+
+
 def kernels_of(run: Callable[[], Any]) -> dict[str, int]:
     """Kernels that `run` launches on the GPU, with how often; products and attention by name, the rest summed up."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -409,16 +414,16 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem"):
-            name = event.name if "attention" in event.name or "softmax" in event.name else "other"
+            name = event.name if any(word in event.name for word in NAMED) else "other"
             counts[name] = counts.get(name, 0) + 1
     return counts
 
 
 def check_kernels(kernels: dict[str, int], attention: str) -> None:
     """Raises FallbackError unless the fused attention kernels ran, forward and backward."""
-    if attention != "flex":
+    if attention not in FUSED:
         return
-    names = [n for n in kernels if "flex_attention" in n]
-    backward = [n for n in names if "backward" in n]
-    if not backward or len(backward) == len(names):
+    forward, backward = FUSED[attention]
+    back = [n for n in kernels if backward in n]
+    if not back or not any(forward in n for n in kernels if n not in back):
         raise FallbackError(f"the profiled step ran no fused attention kernels: {sorted(kernels)}")

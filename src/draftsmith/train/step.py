@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.config import LossConfig, TrainConfig
-from draftsmith.drafter.attention import build_masks, one_graph, put_all
+from draftsmith.drafter.attention import build_masks, check_triton, one_graph, put_all
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
 from draftsmith.drafter.fp8 import TrainedLinear, with_linear
-from draftsmith.drafter.loss import LossSums, default_chunk_rows, drafter_loss, head_chunk
+from draftsmith.drafter.loss import LossSums, default_chunk_rows, drafter_loss, pick_chunk
 from draftsmith.drafter.model import DFlashDrafter, embed, working_copy
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource
@@ -63,6 +63,8 @@ class RowStep:
         self, drafter: DFlashDrafter, frozen: Frozen, source: FeatureSource, train: TrainConfig, loss: LossConfig,
         *, attention: str, compute_dtype: torch.dtype, world: World | None = None, compiled: bool = False,
     ) -> None:  # fmt: skip
+        if attention == "triton":
+            check_triton(drafter.spec.head_dim, compute_dtype)
         self.drafter, self.frozen, self.source = drafter, frozen, source
         self.compiled = compiled
         masters = next(drafter.parameters()).dtype
@@ -74,7 +76,7 @@ class RowStep:
         }
         trunk = with_linear(self.working, TrainedLinear) if train.fp8 in ("drafter", "both") else self.working
         self.trunk: Callable[..., Tensor] = one_graph(trunk) if compiled else trunk
-        self.chunk = one_graph(head_chunk) if compiled else None
+        self.chunk = pick_chunk(loss.softmax, drafter.spec, frozen.head.device, compiled)
         self.train, self.loss, self.compute_dtype = train, loss, compute_dtype
         # pieces have shapes of their own in every row
         self.attention = "dense" if compiled and attention == "sdpa" else attention
@@ -128,8 +130,9 @@ class RowStep:
         )  # fmt: skip
         x_nH = embed(distinct, self.frozen.embedding, spec)
         hidden_QH = self.trunk(
-            features_TK.to(self.compute_dtype), positions_T, x_nH, positions_P, masks, (anchors, spec.block_size)
-        )
+            features_TK.to(self.compute_dtype), self.drafter.tables(positions_T), x_nH,
+            self.drafter.tables(positions_P), masks, (anchors, spec.block_size),
+        )  # fmt: skip
         sums = drafter_loss(
             hidden_QH.to(self.compute_dtype),
             labels_R,

@@ -1,0 +1,75 @@
+"""Which tiles the kernels visit, and with which rule, against the dense mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from helpers_train import make_row, make_spec, random_row
+
+from drafter.test_attention import long_row, masks_of
+from draftsmith.drafter.attention import check_triton, pick_attention
+from draftsmith.drafter.intervals import TILE
+from draftsmith.drafter.loss import pick_chunk
+from draftsmith.errors import InputError
+
+ROWS = {
+    "unused slots": (random_row(2, row_tokens=150, slots=9, most_anchors=7), 4),
+    "no anchor": (random_row(5, slots=6, most_anchors=0), 4),
+    "three documents": (long_row(1, 700, 60, 50), 7),
+    "one document": (make_row([890], [(200, 890)], 900, list(range(200, 889, 9)), 80), 16),
+}
+
+
+def visits(mask, by: str) -> np.ndarray:
+    """How often the kernels look at each query and key, int [Q, S]: as their loops do, written out."""
+    lo, hi, own_lo, own_hi = mask.sees_4Q.numpy().astype(int)
+    queries, keys = len(lo), int(own_hi.max())
+    q, k = np.arange(queries)[:, None], np.arange(keys)
+    context, own = (k >= lo[:, None]) & (k < hi[:, None]), (k >= own_lo[:, None]) & (k < own_hi[:, None])
+    seen = np.zeros((queries, keys), dtype=int)
+    for tile, (c0, f0, f1, c1, o0, o1) in enumerate((mask.query_tiles if by == "queries" else mask.key_tiles).tolist()):
+        mine, others = (q, k) if by == "queries" else (k, q)
+        here = (mine >= tile * TILE) & (mine < (tile + 1) * TILE)
+        for begin, end, rule in ((c0, f0, context), (f0, f1, None), (f1, c1, context), (o0, o1, own)):
+            stop = begin + -(-(end - begin) // TILE) * TILE  # whole tiles
+            part = here & (others >= begin) & (others < stop)
+            seen += part if rule is None else part & rule
+    return seen
+
+
+@pytest.mark.parametrize("by", ["queries", "keys"])
+@pytest.mark.parametrize("window", [None, 1, 20, 300])
+@pytest.mark.parametrize("row, block_size", ROWS.values(), ids=ROWS)
+def test_kernels_look_once_at_what_the_rule_shows_and_at_nothing_else(row, block_size, window, by):
+    made = masks_of("triton", row, block_size, [window, window], trained=True)
+    for mask, dense in zip(made, masks_of("dense", row, block_size, [window, window], trained=True), strict=True):
+        assert np.array_equal(visits(mask, by), dense.numpy())
+
+
+def test_most_tiles_of_one_long_document_need_no_rule():
+    """And few are visited that nobody sees."""
+    row, block_size = ROWS["one document"]
+    (mask,) = masks_of("triton", row, block_size, [None])
+    c0, f0, f1, c1, _, _ = mask.query_tiles.numpy().T
+    assert (f1 - f0).sum() > 0.75 * (c1 - c0).sum()
+    lo, hi = mask.sees_4Q[0], mask.sees_4Q[1]
+    assert (c1 - c0).sum() * TILE < 1.2 * int((hi - lo).sum())
+    c0, f0, f1, c1, _, _ = mask.key_tiles.numpy().T
+    assert (f1 - f0).sum() > 0.75 * (c1 - c0).sum()
+
+
+def test_bad_input():
+    with pytest.raises(InputError, match="no backward on a CPU"):
+        pick_attention("triton", torch.device("cpu"))
+    for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float32), (64, torch.float64)):
+        with pytest.raises(InputError, match="power of two"):
+            check_triton(head_dim, dtype)
+    spec = make_spec()
+    with pytest.raises(InputError, match="needs a GPU"):
+        pick_chunk("triton", spec, torch.device("cpu"), compiled=False)
+    with pytest.raises(InputError, match="caps or scales its logits" if find_spec("triton") else "needs a GPU"):
+        pick_chunk("triton", dataclasses.replace(spec, output_multiplier=2.0), torch.device("cuda"), compiled=True)
