@@ -129,10 +129,9 @@ class GraphedLoop:
         made: dict[int | None, Mask] = {}
         for window, (own_lo, own_hi) in self.own.items():
             low = torch.zeros_like(at_B) if window is None else (at_B - (window - 1)).clamp(min=0)
-            known = self.length.expand_as(at_B)
-            made[window] = dense_mask(
-                low, known, own_lo, torch.minimum(own_hi, slots), context=self.total, own=len(at_B)
-            )
+            known, hi = self.length.expand_as(at_B), torch.minimum(own_hi, slots)
+            lo = torch.minimum(own_lo, hi - 1)  # as in block_interval
+            made[window] = dense_mask(low, known, lo, hi, context=self.total, own=len(at_B))
         return [made[w] for w in self.drafter.spec.windows()]
 
     def _round(self) -> None:
