@@ -10,7 +10,7 @@ own    the defaults of its command line for DFlash, read from its own TrainConfi
        (alpha 0.5) on cross entropy against the target's argmax, five layers that slide over 2048 tokens (longer than any
        document here, so causal inside the block is all that differs from full), B = 16, 512 anchors, bf16 over fp32
 ours   the same model, full attention, with this config's optimizer (its AdamW has torch's betas), rate, schedule
-       and loss weights
+       (where that is not cosine, its linear one) and loss weights
 
 What it must not decide is set: target layers, anchors a row, block size and layers are the config's.  Its fused loss
 fails on torch 2.11, so the loss is its eager one.  Its mask is built uncompiled (torch 2.11 compiles it for minutes): the

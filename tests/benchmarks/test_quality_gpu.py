@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -40,6 +41,12 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     assert top["best"] == {"ours": "Muon", "speculators": "peer, our recipe"}
     assert top["accepted_length"] == {"ours": 2.5, "speculators": 2.0} and top["tokens"] == 200
     assert top["seconds"] == {"ours": 10.0, "speculators": 99.0} and top["seconds_to_peer_final"] == 7.5
+    found["base, seed 1"] = arm((1, 40.0, 3.4))  # one lucky seed of an arm whose mean is 2.4
+    found["base, seed 2"] = arm((1, 40.0, 1.8))
+    found["Muon, seed 1"] = arm((2, 40.0, 2.9))
+    top = quality.summary(found)
+    assert top["best"]["ours"] == "Muon" and top["accepted_length"]["ours"] == pytest.approx(2.7)
+    assert top["accepted_length_of_seeds"] == {"ours": [2.5, 2.9], "speculators": [2.0]}
     assert quality.summary({})["seconds_to_peer_final"] is None
     assert "2.500 +- 0.100" in quality.line("Muon", found["Muon"]) and "no GPU" in quality.line("FP8", found["FP8"])
 
@@ -61,6 +68,19 @@ def test_a_curve_is_read_from_the_metrics_of_a_run(tmp_path):
         (4, 300, 6, 3.5),
     ]
     assert found["curve"][0]["by_slot"] == [0.5] and found["heldout_loss"] == 7.0 and found["peak_gib"] == 1.0
+
+
+def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(quality.subprocess, "Popen", lambda command, **more: commands.append(command))
+    (tmp_path / "arms").mkdir()
+    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False)
+    for fields in (["train.seed=1"], ["peer", "ours", "train.seed=1"], ["peer", "own", "train.seed=1", "sdpa"]):
+        quality.Arm("name", fields, args, tmp_path / "arms", 4)
+    for command in commands:
+        seeds = [a for a in command if a.startswith("train.seed")]
+        assert seeds == ["train.seed=0", "train.seed=1"] and "peer" not in command
+    assert [c[c.index("--attention") + 1] for c in commands[1:]] == ["flex", "sdpa"]
 
 
 def test_a_peer_that_failed_to_compile_is_taken_again_without():

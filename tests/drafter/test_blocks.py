@@ -150,6 +150,17 @@ def test_block_interval_is_the_rule(window):
         assert seen == list(range(lo[q], hi[q]))
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_of_a_shorter_block_nobody_sees_the_other_slots_and_all_see_something(window):
+    lo, hi = block_interval(3, 7, window, sizes=np.array([7, 2, 4]))
+    whole_lo, whole_hi = block_interval(3, 7, window)
+    for q in range(21):
+        first, real = q // 7 * 7, (7, 2, 4)[q // 7]
+        assert first <= lo[q] < hi[q] <= first + real
+        if q - first < real:
+            assert (lo[q], hi[q]) == (whole_lo[q], min(whole_hi[q], first + real))
+
+
 def test_overlapping_blocks_see_by_anchor_not_by_block_index():
     row = make_row([20], [(2, 20)], 20, [4, 5, 6, 12], 4)
     made = build_blocks(row, 8, MASK, 4.0, trim=True)

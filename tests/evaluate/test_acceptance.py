@@ -18,6 +18,7 @@ from draftsmith.evaluate.acceptance import (
     acceptance_by_slot,
     average_lengths,
     evaluate,
+    evaluation_prompts,
     heldout_prompts,
     measure,
     plain_answers,
@@ -94,6 +95,23 @@ def test_prompts_are_held_out_and_taken_in_turn_from_each_category():
     assert len(heldout_prompts(store, 99)) == 6
     with pytest.raises(InputError, match=r"no held-out documents .*tokenize\.heldout_fraction"):
         heldout_prompts(FakeStore([document(0, "a", heldout=False)]), 3)
+
+
+def test_of_prompts_of_their_own_the_first_turn_is_asked_and_what_is_wrong_names_the_key(
+    stored, target, target_folder, tmp_path
+):
+    path = tmp_path / "heldout.jsonl"
+    turns = [{"role": r, "content": c} for r, c in (("user", "A?"), ("assistant", "..."), ("user", "B?"))]
+    path.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": "A?"}) + "\n")
+    config = make_config(target_folder, tmp_path, f"evaluate.heldout={path}")
+    two, one = evaluation_prompts(config, Store(stored.store), target.tokenizer, 9)
+    assert two.prompt().tolist() == one.prompt().tolist(), "answers that stand for the target's own are not shown to it"
+    path.write_text("")
+    with pytest.raises(InputError, match=r"heldout\.jsonl holds no prompts"):
+        evaluation_prompts(config, Store(stored.store), target.tokenizer, 9)
+    path.unlink()
+    with pytest.raises(InputError, match=r"prompts \(evaluate\.heldout\) cannot be read"):
+        evaluation_prompts(config, Store(stored.store), target.tokenizer, 9)
 
 
 @pytest.fixture

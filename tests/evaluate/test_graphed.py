@@ -8,10 +8,14 @@ import pytest
 import torch
 from conftest import make_config
 
+from draftsmith.config import EvaluateConfig
+from draftsmith.data.store import Document
 from draftsmith.errors import InputError
-from draftsmith.evaluate.acceptance import evaluate, parting
+from draftsmith.evaluate.acceptance import evaluate, make_loop, parting
 from draftsmith.evaluate.graphed import GraphedLoop
+from draftsmith.evaluate.replay import replay
 from draftsmith.evaluate.speculate import decode_plain, decode_speculative
+from draftsmith.records import GreedyAnswer
 from draftsmith.train.loop import train
 from evaluate.conftest import GREEDY, KINDS, without_stop
 
@@ -65,6 +69,35 @@ def test_evaluate_takes_it_where_asked_and_refuses_what_it_cannot(stored, target
     assert evaluate(make_config(target_folder, tmp_path, *sampled))["results"][0]["rule"] == "match"
     with pytest.raises(InputError, match=r"evaluate\.graphs: .* the rule is reject"):
         evaluate(make_config(target_folder, tmp_path, *sampled, "evaluate.rule=reject"))
+
+
+def test_a_target_whose_attention_would_misread_the_mask_is_left_to_the_plain_loop(target, prompts):
+    settings, documents = EvaluateConfig(graphs=True), [Document(prompts[0].numpy(), ((8, 8),), "0", "all", True)]
+    before = target.model.config._attn_implementation
+    assert make_loop(settings, target, None, documents) is not None
+    target.model.set_attn_implementation("eager")
+    try:
+        with pytest.raises(InputError, match=r"evaluate\.graphs: .* its attention is eager"):
+            make_loop(settings, target, None, documents)
+    finally:
+        target.model.set_attn_implementation(before)
+
+
+def test_a_target_whose_features_are_not_finite_is_an_error_whoever_decodes(target, half_trained, prompts):
+    drafter, answer = half_trained["full"], GreedyAnswer("0", "all", tuple(prompts[0].tolist()), (5,) * 40, 9)
+    loop = GraphedLoop(target, drafter, 20, LIMIT)
+    layer = target.layers[drafter.spec.feature_layers[-1]]
+    broken = layer.register_forward_hook(lambda module, args, out: out * float("inf"))
+    try:
+        for decode in (
+            lambda: loop.decode_speculative(prompts[0]),
+            lambda: decode_speculative(target, drafter, prompts[0], LIMIT, GREEDY),
+            lambda: replay(target, drafter, [answer], LIMIT),
+        ):
+            with pytest.raises(FloatingPointError, match="features of .* hold NaN or Inf"):
+                decode()
+    finally:
+        broken.remove()
 
 
 def test_where_answers_part_the_gap_is_that_of_their_two_tokens(target, prompts):

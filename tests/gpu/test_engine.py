@@ -11,6 +11,7 @@ from conftest import make_config, write_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.config import GenerateConfig, TargetConfig
+from draftsmith.data import engine
 from draftsmith.data import slots as slots_module
 from draftsmith.data.generate import generate
 from draftsmith.data.slots import Slots, attending
@@ -154,3 +155,23 @@ def test_what_it_cannot_do_is_said(places):
     make, _, _ = places("cpu", layer_types=["chunked_attention"] * 8)
     with pytest.raises(InputError, match=r"engine is continuous, but .* cannot do chunked_attention layers: .*static"):
         generate(make("continuous"))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_attention_that_slots_cannot_do_is_left_to_static_batches(tmp_path, kind, monkeypatch):
+    """Capped scores, attention sinks."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    monkeypatch.setattr(engine, "pick_device", lambda name: torch.device("cuda"))
+    said = engine.choose(make_config(tmp_path, tmp_path))
+    assert said == ("static", f"continuous batching cannot do a {kind} model's attention (capped scores, sinks)")
+    with pytest.raises(InputError, match=r"sinks\): set generate\.engine=static"):
+        engine.choose(make_config(tmp_path, tmp_path, "generate.engine=continuous"))
+
+
+def test_attention_that_is_found_out_late_is_one_line_too(target):
+    states = torch.zeros(1, 1, 1, 4)
+    with (
+        pytest.raises(InputError, match=r"softcap in attention over slots: set generate\.engine=static"),
+        attending(target),
+    ):
+        slots_module.slot_attention(None, states, states, states, None, softcap=50.0)

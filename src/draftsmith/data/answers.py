@@ -3,6 +3,7 @@
 conversations.jsonl            a line a conversation, appended as soon as it is complete, synced every two seconds
 conversations.settings.json    what the answers depend on; a later run with other settings is refused
 conversations.refused.jsonl    prompts that a server would not take, and why: not asked again
+conversations.speed.jsonl      of each run of the continuous engine: tokens a second, and what the device would allow
 """
 
 from __future__ import annotations

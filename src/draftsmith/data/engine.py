@@ -60,10 +60,13 @@ def choose(config: Config) -> tuple[str, str]:
     auto = transformers.AutoConfig.from_pretrained(
         model_folder(config.target), trust_remote_code=config.target.trust_remote_code
     )
-    odd = set(getattr(auto.get_text_config(), "layer_types", None) or ()) - KINDS
+    text = auto.get_text_config()
+    odd = set(getattr(text, "layer_types", None) or ()) - KINDS
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(auto), None)
     if odd:
         why = f"continuous batching cannot do {' or '.join(sorted(odd))} layers"
+    elif getattr(text, "attn_logit_softcapping", None) or (known is not None and not known._supports_sdpa):
+        why = f"continuous batching cannot do a {auto.model_type} model's attention (capped scores, sinks)"
     elif known is None or not known._supports_flex_attn:
         why = f"continuous batching needs to choose the attention, which a {auto.model_type} model does not let it"
     else:

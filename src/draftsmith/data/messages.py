@@ -318,13 +318,15 @@ def read_prompts(
 
 
 def iter_prompts(
-    path: Path, limit: int | None = None, *, multi_turn: str = "regenerate", max_bad_lines: int = 0, quiet: bool = False
-) -> Iterator[Prompt]:
+    path: Path, limit: int | None = None, *, multi_turn: str = "regenerate", max_bad_lines: int = 0,
+    quiet: bool = False, key: str = "generate.prompts",
+) -> Iterator[Prompt]:  # fmt: skip
     """Prompts in any shape.  Raises InputError naming file and line of what cannot be read, past `max_bad_lines`, and
-    for a file without prompts.  quiet: it was read before, and what was skipped was said then."""
+    for a file without prompts.  quiet: it was read before, and what was skipped was said then.  key: where the config
+    names the file."""
     seen: set[str] = set()
     leniency = Leniency(max_bad_lines, "generate.max_bad_lines", quiet=quiet)
-    for chunk in read_chunks(path, "prompts (generate.prompts)"):
+    for chunk in read_chunks(path, f"prompts ({key})"):
         for number, value in parse_lines(chunk):
             try:
                 if isinstance(value, BadLine):

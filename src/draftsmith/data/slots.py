@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.config import GenerateConfig
+from draftsmith.drafter.attention import any_shape
 from draftsmith.errors import InputError
 from draftsmith.records import GenerationSpeed
 from draftsmith.target.model import Target
@@ -31,8 +31,6 @@ STEPS = 16
 BUCKET = 128
 """Slots grow by so many tokens: a new graph each time."""
 PREFILL_TOKENS = 1 << 15
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's, which plans anew for every shape, and each pass over prompts has another."""
 
 
 def slot_attention(
@@ -250,9 +248,11 @@ def attending(target: Target) -> Iterator[None]:
     before = target.text_config._attn_implementation
     target.model.set_attn_implementation(NAME)
     try:
-        with sdpa_kernel(KERNELS):
+        with any_shape(target.device):  # each pass over prompts has another
             yield
     except torch.OutOfMemoryError as error:
         raise InputError("the GPU's memory does not hold the answers in flight: lower generate.batch_size") from error
+    except NotImplementedError as error:
+        raise InputError(f"{error}: set generate.engine=static, and data_dir to a new folder") from error
     finally:
         target.model.set_attn_implementation(before)

@@ -93,11 +93,13 @@ def block_interval(
     """Visible queries [lo, hi) of every query, counted over all blocks' slots, each int64 [A * B].
 
     Full layer: the whole own block, both directions.  Sliding layer: causal inside the block, within the window.
-    sizes: int64 [blocks], slots that a block really has, as at the end of an answer; the others are seen by nobody.
+    sizes: int64 [blocks], slots that a block really has, as at the end of an answer; the others are seen by nobody, and
+    see at least one slot: the softmax of nothing is NaN to some kernels.
     """
     slot = np.tile(np.arange(block_size), blocks)
     first = np.repeat(np.arange(blocks) * block_size, block_size)
     end = first + (block_size if sizes is None else np.repeat(sizes, block_size))
     if window is None:
         return first, end
-    return first + np.maximum(0, slot - (window - 1)), np.minimum(first + slot + 1, end)
+    hi = np.minimum(first + slot + 1, end)
+    return np.minimum(first + np.maximum(0, slot - (window - 1)), hi - 1), hi

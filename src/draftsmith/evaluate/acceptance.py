@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from draftsmith.config import Config, EvaluateConfig
+from draftsmith.data.answers import Talk
 from draftsmith.data.engine import prompt_ids
 from draftsmith.data.messages import iter_prompts
 from draftsmith.data.store import Document, Store
@@ -86,21 +87,27 @@ def evaluation_prompts(config: Config, store: Store, tokenizer: Any, count: int)
     """`count` prompts of `evaluate.heldout`, or of the store's held-out documents, in turn from each category."""
     if config.evaluate.heldout is None:
         return heldout_prompts(store, count)
-    documents = []
-    for prompt in iter_prompts(config.evaluate.heldout):
-        ids = np.array(prompt_ids(tokenizer, prompt, prompt.messages, config), dtype=np.int32)
+    documents, settings = [], config.generate
+    for prompt in iter_prompts(
+        config.evaluate.heldout, multi_turn=settings.multi_turn, max_bad_lines=settings.max_bad_lines,
+        key="evaluate.heldout",
+    ):  # fmt: skip
+        # of several turns the first, as of the store's documents: what stands for later answers is not the target's
+        ids = np.array(prompt_ids(tokenizer, prompt, Talk(prompt, "keep").messages, config), dtype=np.int32)
         documents.append(Document(ids, ((len(ids), len(ids)),), prompt.id, prompt.category, heldout=True))
     return in_turn(documents, count)
 
 
 def heldout_prompts(store: Store, count: int) -> list[Document]:
     """The first `count` held-out documents, taken in turn from each category.  Raises InputError if there are none."""
-    return in_turn([store.document(int(n)) for n in np.flatnonzero(store.heldout)], count, str(store.path))
+    documents = [store.document(int(n)) for n in np.flatnonzero(store.heldout)]
+    if not documents:
+        raise InputError(f"{store.path} has no held-out documents to evaluate on: raise tokenize.heldout_fraction")
+    return in_turn(documents, count)
 
 
-def in_turn(documents: Sequence[Document], count: int, source: str = "") -> list[Document]:
-    """The first of each category, then the second of each, and so on, `count` in all.  Raises InputError if there are
-    none, naming the store they were to come from."""
+def in_turn(documents: Sequence[Document], count: int) -> list[Document]:
+    """The first of each category, then the second of each, and so on, `count` in all."""
     by_category: dict[str, list[Document]] = {}
     for document in documents:
         by_category.setdefault(document.category, []).append(document)
@@ -109,8 +116,6 @@ def in_turn(documents: Sequence[Document], count: int, source: str = "") -> list
     while len(chosen) < count and any(len(d) > depth for d in by_category.values()):
         chosen += [d[depth] for d in by_category.values() if len(d) > depth][: count - len(chosen)]
         depth += 1
-    if not chosen:
-        raise InputError(f"{source} has no held-out documents to evaluate on: raise tokenize.heldout_fraction")
     return chosen
 
 

@@ -19,11 +19,11 @@ from draftsmith.drafter.blocks import block_interval
 from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
 from draftsmith.evaluate.speculate import _cut, _seconds
 from draftsmith.records import Answer
-from draftsmith.target.extract import capture
+from draftsmith.target.extract import capture, check_finite
 from draftsmith.target.model import Target
 
 
-class Slots:
+class FixedCache:
     """What transformers' layers need of a cache: keys and values [1, M, length, D] of each layer, written in place at
     the positions `at`."""
 
@@ -47,6 +47,8 @@ def unsupported(target: Target) -> str | None:
     kinds = set(getattr(target.text_config, "layer_types", None) or ())
     if kinds - {"full_attention"} or (not kinds and getattr(target.text_config, "sliding_window", None)):
         return "it has layers without full attention"
+    if target.model.config._attn_implementation == "eager":  # which adds a mask to the scores: ours is of booleans
+        return "its attention is eager"
     return None
 
 
@@ -64,7 +66,7 @@ class GraphedLoop:
         self.target, self.drafter, self.limit, self.temperature = target, drafter, limit, temperature
         device, size = target.device, drafter.spec.block_size if drafter else 1
         self.total = longest + limit + size
-        self.cache = Slots(self.total)
+        self.cache = FixedCache(self.total)
         self.wanted = drafter.spec.feature_layers if drafter else ()
         self.length, self.end = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
@@ -110,6 +112,7 @@ class GraphedLoop:
         at = torch.arange(len(prompt), device=prompt.device)
         logits, found = self._target(prompt, at, keep=1)
         if self.drafter is not None:
+            check_finite(self.target, found)
             self._extend(found, at)
         self.length.fill_(len(prompt))
         self.end.fill_(len(prompt) + self.limit)
@@ -126,10 +129,9 @@ class GraphedLoop:
         made: dict[int | None, Mask] = {}
         for window, (own_lo, own_hi) in self.own.items():
             low = torch.zeros_like(at_B) if window is None else (at_B - (window - 1)).clamp(min=0)
-            known = self.length.expand_as(at_B)
-            made[window] = dense_mask(
-                low, known, own_lo, torch.minimum(own_hi, slots), context=self.total, own=len(at_B)
-            )
+            known, hi = self.length.expand_as(at_B), torch.minimum(own_hi, slots)
+            lo = torch.minimum(own_lo, hi - 1)  # as in block_interval
+            made[window] = dense_mask(low, known, lo, hi, context=self.total, own=len(at_B))
         return [made[w] for w in self.drafter.spec.windows()]
 
     def _round(self) -> None:

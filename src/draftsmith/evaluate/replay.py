@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from draftsmith.errors import InputError
 from draftsmith.files import make_folder, write_text
 from draftsmith.progress import Progress
 from draftsmith.records import Answer, GreedyAnswer, PackedRow, read_json
-from draftsmith.target.extract import FeatureExtractor
+from draftsmith.target.extract import FeatureExtractor, check_finite
 from draftsmith.target.model import Target, weights_fingerprint
 
 BEYOND = 31
@@ -36,9 +36,11 @@ CHUNK = 2048
 """Rows of logits that exist at a time."""
 
 
-def greedy_answers(config: Config, target: Target, prompts: Sequence[Document]) -> list[GreedyAnswer]:
+def greedy_answers(
+    config: Config, target: Target, prompts: Sequence[Document], tell: Callable[[], None] = lambda: None
+) -> list[GreedyAnswer]:
     """The target's own answers to the prompts, read from `greedy-<key>.json` in the data folder, or generated and kept
-    there.  Batched: in bfloat16 near ties can fall otherwise than one by one."""
+    there.  Batched: in bfloat16 near ties can fall otherwise than one by one.  tell: called after each batch."""
     ids = [d.prompt().tolist() for d in prompts]
     pins = {
         "target_weights": weights_fingerprint(config.target),
@@ -49,7 +51,8 @@ def greedy_answers(config: Config, target: Target, prompts: Sequence[Document]) 
     key = hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:12]
     path = config.data / f"greedy-{key}.json"
     if not path.is_file():
-        tokens = generate_greedily(target, ids, config.evaluate.max_new_tokens + BEYOND, config.generate.batch_size)
+        count = config.evaluate.max_new_tokens + BEYOND
+        tokens = generate_greedily(target, ids, count, config.generate.batch_size, tell)
         answers = [
             GreedyAnswer(d.id, d.category, tuple(i), tuple(t), _length(t, target, config.evaluate.max_new_tokens))
             for d, i, t in zip(prompts, ids, tokens, strict=True)
@@ -63,7 +66,9 @@ def greedy_answers(config: Config, target: Target, prompts: Sequence[Document]) 
 
 
 @torch.inference_mode()
-def generate_greedily(target: Target, prompts: Sequence[list[int]], count: int, batch_size: int) -> list[list[int]]:
+def generate_greedily(
+    target: Target, prompts: Sequence[list[int]], count: int, batch_size: int, tell: Callable[[], None] = lambda: None
+) -> list[list[int]]:
     """`count` tokens for each prompt, also past a stop token; batches of prompts of about one length."""
     from transformers import GenerationConfig
 
@@ -82,6 +87,7 @@ def generate_greedily(target: Target, prompts: Sequence[list[int]], count: int, 
                 input_ids=ids, attention_mask=mask.to(target.device), generation_config=settings
             )
             out |= dict(zip(batch, found[:, width:].tolist(), strict=True))
+            tell()
             progress.advance(len(batch))
     return [out[i] for i in range(len(prompts))]
 
@@ -151,8 +157,7 @@ def _drafts(
         return [np.zeros((0, spec.block_size - 1), dtype=np.int64) for _ in answers]
     blocks = build_blocks(row, spec.block_size, spec.mask_token_id, 1.0, trim=True)
     features = extract.row(row)
-    if not torch.isfinite(features).all():
-        raise FloatingPointError(f"the features of {target.name} hold NaN or Inf: check its weights, or target.dtype")
+    check_finite(target, [features])
     # as served: min(B, 1 + tokens still wanted) slots
     sizes = np.concatenate([np.minimum(spec.block_size, limit - np.arange(n)) for n in counts])
     masks = build_masks(

@@ -19,7 +19,7 @@ from draftsmith.drafter.attention import Mask, build_masks
 from draftsmith.drafter.model import DFlashDrafter, KeyValue, embed, to_logits
 from draftsmith.errors import InputError
 from draftsmith.records import Answer
-from draftsmith.target.extract import capture
+from draftsmith.target.extract import capture, check_finite
 from draftsmith.target.model import Target
 
 
@@ -158,8 +158,7 @@ def decode_speculative(
     verifier, drafts = Verifier(target, spec.feature_layers), Drafts(drafter, target)
     logits, features = verifier.feed(prompt, last_logits_only=True)
     assert features is not None
-    if not torch.isfinite(features).all():
-        raise FloatingPointError(f"the features of {target.name} hold NaN or Inf: check its weights, or target.dtype")
+    check_finite(target, [features])
     drafts.extend(features)
     out, ended = _cut([int(sampler.draw(logits))], target.eos_token_ids, max_new_tokens)
     prefilled = _seconds(target.device) - begin

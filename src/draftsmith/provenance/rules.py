@@ -71,7 +71,7 @@ RULES = (
     Rule("config.target.model", NEITHER, "only its name or place: the contents are compared by themselves"),
     Rule("config.generate.*", NEITHER, "it acts through the store, which is compared by itself"),
     Rule("config.tokenize.*", NEITHER, "it acts through the store, which is compared by itself"),
-    Rule("config.evaluate.*", NEITHER, "training does not read it"),
+    Rule("config.evaluate.*", NEITHER, "it is what measurements on the way are made with; no weight depends on it"),
     Rule("config.export.*", NEITHER, "training does not read it"),
     Rule("config.floor.*", NEITHER, "it only watches the throughput", "{key}={was}"),
     Rule("config.tracking.*", NEITHER, "where metrics go besides metrics.jsonl", "{key}={was}"),

@@ -56,6 +56,12 @@ class _Seeing(nn.Module):
         return self.layer(*args, **{**settings, "attention_mask": self.intervals[kind]})
 
 
+def check_finite(target: Target, features: Sequence[Tensor]) -> None:
+    """Raises FloatingPointError where a feature is NaN or Inf; waits for the device."""
+    if not all(bool(torch.isfinite(f).all()) for f in features):
+        raise FloatingPointError(f"the features of {target.name} hold NaN or Inf: check its weights, or target.dtype")
+
+
 class FeatureExtractor:
     """The target cut after the last needed layer, its final norm taken out.
 

@@ -107,7 +107,7 @@ def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
         "shapes": f"T={train.row_tokens} A={train.anchors} chunk={config.loss.chunk_rows} {spec}",
         "target": f"{text.model_type} {_digest(text.to_dict())} {target.dtype} forward={config.target.forward}",
         "settings": f"compute={train.compute_dtype} features={train.feature_dtype} attention={train.attention} "
-        f"fp8={train.fp8}",
+        f"fp8={train.fp8} optimizer={train.optimizer} loss={config.loss.kind} softmax={config.loss.softmax}",
     }
 
 
@@ -400,7 +400,7 @@ def made_up_row(config: Config, block_size: int) -> PackedRow:
     )
 
 
-FUSED = {"flex": ("flex_attention", "flex_attention_backward"), "triton": ("_forward_kernel", "_gradient_kernel")}
+FUSED = {"flex": ("flex_attention", "flex_attention_backward"), "triton": ("_forward_kernel", "_key_gradient_kernel")}
 """By how a drafter attends: words in the names of kernels, forward and backward."""
 NAMED = ("attention", "softmax", "_forward_kernel", "_gradient_kernel")
 

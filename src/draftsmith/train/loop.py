@@ -119,12 +119,9 @@ def prepare(
     if compiling.wanted(config, target.device):
         compiling.cache_folder(config, compiling.parts(config, spec, target))
     prompts: list[Document] = []
-    answers: list[GreedyAnswer] = []
     if settings.accept_every and world.first:
-        replayed = config.evaluate.replay
-        count = config.evaluate.prompts if replayed else settings.accept_prompts
+        count = config.evaluate.prompts if config.evaluate.replay else settings.accept_prompts
         prompts = evaluation_prompts(config, store, target.tokenizer, count)
-        answers = greedy_answers(config, target, prompts) if replayed else []
     gpu = target.device.type == "cuda"
     compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
@@ -135,7 +132,7 @@ def prepare(
         loader=loader,
         heldout_rows=heldout_rows,
         prompts=prompts,
-        answers=answers,
+        answers=[],
         steps=steps,
         attention=pick_attention(settings.attention, target.device),
         compute_dtype=getattr(torch, compute),
@@ -194,6 +191,12 @@ def train(
             if world.first:
                 print(f"nothing is left to train: {path} is at step {done} of {plan.steps}", flush=True)
             return RunDir(Path(path).parents[1])
+        if config.train.accept_every and config.evaluate.replay:  # may take longer than the others wait
+
+            def answer(tell: Callable[[], None]) -> None:
+                plan.answers.extend(greedy_answers(config, plan.target, plan.prompts, tell))
+
+            world.first_alone("greedy", answer)
         with world.together("folder"):
             if world.first:
                 check(config.tracking.wanted)
