@@ -265,7 +265,7 @@ def main() -> None:
     found = json.loads(stored.read_text())["sections"] if sys.argv[1:] and stored.is_file() else {}
 
     def keep(name: str, section: Section) -> None:
-        found[name] = section.found()
+        found[name] = {**section.found(), "at": time.strftime("%Y-%m-%d %H:%M:%S")}
         print(name, json.dumps(found[name])[:1500], flush=True)
         write_result("step_h200", summary(torch.cuda.get_device_name(), found))
 

@@ -147,7 +147,8 @@ class Bench:
             frozen = Frozen(self.target.embedding, self.target.head)
             self.step = RowStep(
                 model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]
-                attention=pick_attention(self.config.train.attention, self.device), compute_dtype=self.dtype,
+                attention=pick_attention(self.config.train.attention, self.device, self.spec.head_dim, self.dtype),
+                compute_dtype=self.dtype,
                 compiled=compiled, world=self.world,
             )  # fmt: skip
             self.optimizer = make_optimizer(model, self.config.train, one_pass=compiled)

@@ -83,7 +83,8 @@ def overfit(
     optimizer = make_optimizer(drafter, settings)
     step = RowStep(
         drafter, Frozen(target.embedding, target.head), KnownFeatures(features), settings, config.loss,
-        attention=pick_attention(settings.attention, target.device), compute_dtype=target.dtype,
+        attention=pick_attention(settings.attention, target.device, spec.head_dim, target.dtype),
+        compute_dtype=target.dtype,
     )  # fmt: skip
     result: dict[str, Any] = {}
     with Progress("learning one conversation by heart", steps, "steps") as progress:

@@ -172,7 +172,7 @@ def drafter_row(
         def row(self, row: PackedRow) -> Tensor:
             return features
 
-    kind = pick_attention(train.attention, device)
+    kind = pick_attention(train.attention, device, spec.head_dim, dtype)
     step = RowStep(
         drafter, Frozen(small, small), Source(), train, work.config.loss, attention=kind, compute_dtype=dtype,
         compiled=compiling.wanted(work.config, device),

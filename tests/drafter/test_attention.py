@@ -185,7 +185,10 @@ def test_flex_equals_sdpa():
 
 
 def test_the_kernel_is_chosen_by_device_and_flex_on_a_cpu_is_refused():
-    assert pick_attention("auto", CPU) == "sdpa" and pick_attention("auto", torch.device("cuda")) == "flex"
-    assert pick_attention("sdpa", torch.device("cuda")) == "sdpa"
+    def pick(name, device):
+        return pick_attention(name, device, 64, torch.float32)
+
+    assert pick("auto", CPU) == "sdpa" and pick("auto", torch.device("cuda")) == "flex"
+    assert pick("sdpa", torch.device("cuda")) == "sdpa"
     with pytest.raises(InputError, match=r"train\.attention=flex"):
-        pick_attention("flex", CPU)
+        pick("flex", CPU)

@@ -11,7 +11,7 @@ import torch
 from helpers_train import make_row, make_spec, random_row
 
 from drafter.test_attention import long_row, masks_of
-from draftsmith.drafter.attention import check_triton, pick_attention
+from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.intervals import TILE
 from draftsmith.drafter.loss import pick_chunk
 from draftsmith.errors import InputError
@@ -64,10 +64,10 @@ def test_most_tiles_of_one_long_document_need_no_rule():
 
 def test_bad_input():
     with pytest.raises(InputError, match="no backward on a CPU"):
-        pick_attention("triton", torch.device("cpu"))
+        pick_attention("triton", torch.device("cpu"), 64, torch.float32)
     for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float32), (64, torch.float64)):
         with pytest.raises(InputError, match="power of two"):
-            check_triton(head_dim, dtype)
+            pick_attention("triton", torch.device("cuda"), head_dim, dtype)
     spec = make_spec()
     with pytest.raises(InputError, match="needs a GPU"):
         pick_chunk("triton", spec, torch.device("cpu"), compiled=False)

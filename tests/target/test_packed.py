@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers_train import make_row
 
-from draftsmith.target.packed import packed_intervals, packed_masks, triton_does
+from draftsmith.target.packed import packed_intervals, packed_masks
 
 ROW = make_row([14, 20, 12], [(3, 14), (17, 34), (36, 46)], 50, [5], 1)  # three documents and padding
 CPU = torch.device("cpu")
@@ -31,10 +31,3 @@ def test_both_masks_are_causal_within_the_document_and_the_window(kinds):
         assert torch.equal(own_lo, own_hi)
         mask = others[kind] if isinstance(others, dict) else others
         assert torch.equal(mask.mask_mod(zero, zero, q, k), rule)
-
-
-def test_heads_that_our_kernels_do_not_do():
-    pytest.importorskip("triton")
-    assert triton_does(SimpleNamespace(head_dim=128), torch.bfloat16)
-    assert not triton_does(SimpleNamespace(head_dim=80), torch.bfloat16)
-    assert triton_does(SimpleNamespace(head_dim=None, hidden_size=576, num_attention_heads=9), torch.bfloat16)

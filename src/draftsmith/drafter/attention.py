@@ -61,22 +61,22 @@ def put_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     return [there[at : at + a.nbytes].view(kind).view(a.shape) for (at, a), kind in zip(places, kinds, strict=True)]
 
 
-def pick_attention(name: str, device: torch.device) -> str:
-    """auto: flex on a GPU, SDPA on a CPU, where flex has no backward.  Raises InputError for flex on a CPU."""
+def pick_attention(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> str:
+    """auto: flex on a GPU, SDPA on a CPU, where flex has no backward.  Raises InputError for what cannot be done."""
     if name in ("flex", "triton") and device.type == "cpu":
         raise InputError(f"train.attention={name}: it has no backward on a CPU: use sdpa or auto")
+    if name == "triton" and not triton_does(head_dim, dtype):
+        raise InputError(
+            f"train.attention=triton: heads of {head_dim} in {str(dtype).removeprefix('torch.')}: it needs Triton, a "
+            f"power of two from 16 on, and no float64: use flex or auto"
+        )
     return name if name != "auto" else ("flex" if device.type == "cuda" else "sdpa")
 
 
-def check_triton(head_dim: int, dtype: torch.dtype) -> None:
-    """Raises InputError for what our kernels do not do."""
-    if head_dim < 16 or head_dim & (head_dim - 1) or dtype == torch.float64:
-        raise InputError(
-            f"train.attention=triton: heads of {head_dim} in {str(dtype).removeprefix('torch.')}: it needs a power of "
-            f"two from 16 on, and no float64: use flex or auto"
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise InputError("train.attention=triton: Triton is not installed: use flex or auto")
+def triton_does(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether our kernels do such heads, and Triton is here."""
+    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0 and dtype != torch.float64
+    return fits and importlib.util.find_spec("triton") is not None
 
 
 def build_masks(

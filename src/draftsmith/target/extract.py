@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafter.attention import one_graph, put
+from draftsmith.drafter.attention import one_graph, put, triton_does
 from draftsmith.drafter.fp8 import FrozenLinear, with_linear
 from draftsmith.drafter.intervals import Intervals
 from draftsmith.records import PackedRow
-from draftsmith.target.packed import packed_intervals, packed_masks, triton_does, unsupported
+from draftsmith.target.packed import packed_intervals, packed_masks, unsupported
 
 if TYPE_CHECKING:
     from draftsmith.target.model import Target
@@ -92,9 +92,11 @@ class FeatureExtractor:
         if why is None:
             layers = [with_linear(layer, FrozenLinear) if fp8 else layer for layer in self.trunk.layers]
             compiled = [one_graph(layer) for layer in layers]
-            if attention == "triton" and triton_does(self.target.text_config, self.target.dtype):
+            text = self.target.text_config
+            heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            if attention == "triton" and triton_does(heads, self.target.dtype):
                 self.intervals = {}
-                kinds = getattr(self.target.text_config, "layer_types", None) or [None] * len(layers)
+                kinds = getattr(text, "layer_types", None) or [None] * len(layers)
                 compiled = [_Seeing(layer, kind, self.intervals) for layer, kind in zip(compiled, kinds, strict=False)]
             self.compiled = self._cut(nn.ModuleList(compiled))
         return why

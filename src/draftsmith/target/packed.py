@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from draftsmith.drafter.attention import check_triton, interval_block_mask, put, put_all
+from draftsmith.drafter.attention import interval_block_mask, put, put_all
 from draftsmith.drafter.intervals import Intervals, intervals
-from draftsmith.errors import InputError
 from draftsmith.records import PackedRow
 
 NAME = "draftsmith"
@@ -65,16 +64,6 @@ def unsupported(text_config: Any) -> str | None:
     if text_config._attn_implementation != NAME:
         return f"its attention is {text_config._attn_implementation}"
     return None
-
-
-def triton_does(text_config: Any, dtype: torch.dtype) -> bool:
-    """Whether our kernels do the model's heads."""
-    size = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    try:
-        check_triton(size, dtype)
-    except InputError:
-        return False
-    return True
 
 
 def packed_masks(row: PackedRow, text_config: Any, device: torch.device) -> Any:

@@ -23,6 +23,7 @@ from draftsmith.data.loader import Loader
 from draftsmith.data.store import Document, Store, find_content, read_manifest
 from draftsmith.data.tokenize import fingerprint
 from draftsmith.drafter.attention import pick_attention
+from draftsmith.drafter.loss import pick_chunk
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import TOO_SLOW, InputError, Interrupted
 from draftsmith.evaluate.acceptance import evaluation_prompts, measure, measure_replayed
@@ -116,6 +117,7 @@ def prepare(
         notes.append("nothing is held out, so no held-out loss")
     steps = settings.steps or ceil((settings.epochs or 0) * len(loader.plan(0)) / settings.rows_per_step)
     compiling.check_fp8(config, target.device)
+    pick_chunk(config.loss.softmax, spec, target.device, compiled=False)  # refuses before there is a run
     if compiling.wanted(config, target.device):
         compiling.cache_folder(config, compiling.parts(config, spec, target))
     prompts: list[Document] = []
@@ -134,7 +136,7 @@ def prepare(
         prompts=prompts,
         answers=[],
         steps=steps,
-        attention=pick_attention(settings.attention, target.device),
+        attention=pick_attention(settings.attention, target.device, spec.head_dim, getattr(torch, compute)),
         compute_dtype=getattr(torch, compute),
         feature_dtype=getattr(torch, stored),
         pins={

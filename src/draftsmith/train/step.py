@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.config import LossConfig, TrainConfig
-from draftsmith.drafter.attention import build_masks, check_triton, one_graph, put_all
+from draftsmith.drafter.attention import build_masks, one_graph, put_all
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
 from draftsmith.drafter.fp8 import TrainedLinear, with_linear
 from draftsmith.drafter.loss import LossSums, default_chunk_rows, drafter_loss, pick_chunk
@@ -63,8 +63,6 @@ class RowStep:
         self, drafter: DFlashDrafter, frozen: Frozen, source: FeatureSource, train: TrainConfig, loss: LossConfig,
         *, attention: str, compute_dtype: torch.dtype, world: World | None = None, compiled: bool = False,
     ) -> None:  # fmt: skip
-        if attention == "triton":
-            check_triton(drafter.spec.head_dim, compute_dtype)
         self.drafter, self.frozen, self.source = drafter, frozen, source
         self.compiled = compiled
         masters = next(drafter.parameters()).dtype
