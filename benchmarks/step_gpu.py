@@ -28,6 +28,7 @@ LIMITS = {
     "drafter": 110,
     "drafter_triton": 110,
     "end_to_end": 150,
+    "end_to_end_triton": 150,
     "drafter_again": 70,
     "plan": 200,
     "fp8": 200,
@@ -60,9 +61,17 @@ def drafter(*fields: str) -> dict[str, Any]:
 drafter_again = drafter
 
 
+OURS = ("train.attention=triton", "loss.softmax=triton")
+
+
 def drafter_triton() -> dict[str, Any]:
     """With our own kernels."""
-    return drafter("train.attention=triton", "loss.softmax=triton")
+    return drafter(*OURS)
+
+
+def end_to_end_triton() -> dict[str, Any]:
+    """With our own kernels."""
+    return end_to_end(*OURS)
 
 
 def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:
@@ -81,13 +90,13 @@ def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:
     return {e.key[:110]: [e.self_device_time_total / 1e3, e.count] for e in events[:most]}
 
 
-def end_to_end() -> dict[str, Any]:
+def end_to_end(*fields: str) -> dict[str, Any]:
     """Target and drafter in one process."""
     from draftsmith.bench import Bench, render
     from draftsmith.geometry import Shape
 
     begin = time.monotonic()
-    bench = Bench(GEOMETRY, Shape(), "cuda", fields=_fields())
+    bench = Bench(GEOMETRY, Shape(), "cuda", fields=[*_fields(), *fields])
     found = bench.run()
     print(render(found), flush=True)
     assert bench.step is not None
