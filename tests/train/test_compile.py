@@ -175,7 +175,7 @@ def test_what_the_machine_lacks_is_one_line_whoever_is_compiled(made, fault, cau
         raise InductorError(fault, None)
 
     compiler, _, recorded = made()
-    extract = SimpleNamespace(compile=lambda fp8: None, deviation=fail, target=compiler.target)
+    extract = SimpleNamespace(compile=lambda **how: None, deviation=fail, target=compiler.target)
     with pytest.raises(InputError) as caught, compiler._explained():
         compiler._target(extract, None)
     assert str(caught.value).startswith("compile: this machine cannot compile (")
