@@ -303,8 +303,8 @@ class EvaluateConfig(Section):
     untrained: bool = False
     """Also measure a drafter with fresh weights, for comparison."""
     heldout: Path | None = None
-    """Prompts of their own, in any of the shapes of `generate.prompts`, of several turns the first; that the store does
-    not train on them is for whoever sets it to see to.  Default: the store's held-out documents."""
+    """Prompts of their own, in any of the shapes of `generate.prompts`, of several turns the first; none that the store
+    trains on.  Default: the store's held-out documents."""
     replay: bool = False
     """Temperature 0: instead of the serving loop, drafts at every position of the target's own greedy answers, many
     prompts at a time, and the rounds that the loop would have made of them.  `train.accept_every` then does it too."""

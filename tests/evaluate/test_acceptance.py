@@ -106,6 +106,19 @@ def test_of_prompts_of_their_own_the_first_turn_is_asked_and_what_is_wrong_names
     config = make_config(target_folder, tmp_path, f"evaluate.heldout={path}")
     two, one = evaluation_prompts(config, Store(stored.store), target.tokenizer, 9)
     assert two.prompt().tolist() == one.prompt().tolist(), "answers that stand for the target's own are not shown to it"
+    known = [json.loads(line) for line in stored.conversations.read_text().splitlines()]
+    store = Store(stored.store)
+    trained = {store.identity(int(n)) for n in np.flatnonzero(~store.heldout)}
+    for held in (True, False):
+        one = next(c for c in known if (c["id"] in trained) != held)
+        path.write_text(
+            json.dumps({"prompt": "A?"}) + "\n" + json.dumps({"id": "x", "messages": one["messages"][:1]}) + "\n"
+        )
+        if held:
+            assert len(evaluation_prompts(config, store, target.tokenizer, 9)) == 2
+        else:
+            with pytest.raises(InputError, match=r"evaluate\.heldout: .*store trains on x of"):
+                evaluation_prompts(config, store, target.tokenizer, 9)
     path.write_text("")
     with pytest.raises(InputError, match=r"heldout\.jsonl holds no prompts"):
         evaluation_prompts(config, Store(stored.store), target.tokenizer, 9)

@@ -84,7 +84,8 @@ def spread(answers: Sequence[Answer], draws: int = 1000) -> float | None:
 
 
 def evaluation_prompts(config: Config, store: Store, tokenizer: Any, count: int) -> list[Document]:
-    """`count` prompts of `evaluate.heldout`, or of the store's held-out documents, in turn from each category."""
+    """`count` prompts of `evaluate.heldout`, or of the store's held-out documents, in turn from each category.  Raises
+    InputError if the store trains on one of them."""
     if config.evaluate.heldout is None:
         return heldout_prompts(store, count)
     documents, settings = [], config.generate
@@ -95,7 +96,14 @@ def evaluation_prompts(config: Config, store: Store, tokenizer: Any, count: int)
         # of several turns the first, as of the store's documents: what stands for later answers is not the target's
         ids = np.array(prompt_ids(tokenizer, prompt, Talk(prompt, "keep").messages, config), dtype=np.int32)
         documents.append(Document(ids, ((len(ids), len(ids)),), prompt.id, prompt.category, heldout=True))
-    return in_turn(documents, count)
+    chosen = in_turn(documents, count)
+    asked = {d.prompt().tobytes(): d.id for d in chosen}
+    for number in np.flatnonzero(~store.heldout):
+        if (known := asked.get(store.document(int(number)).prompt().tobytes())) is not None:
+            raise InputError(
+                f"evaluate.heldout: {store.path} trains on {known} of {config.evaluate.heldout}: leave it out there or here"
+            )
+    return chosen
 
 
 def heldout_prompts(store: Store, count: int) -> list[Document]:
