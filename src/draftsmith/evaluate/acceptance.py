@@ -101,7 +101,7 @@ def evaluation_prompts(config: Config, store: Store, tokenizer: Any, count: int)
     for number in np.flatnonzero(~store.heldout):
         if (known := asked.get(store.document(int(number)).prompt().tobytes())) is not None:
             raise InputError(
-                f"evaluate.heldout: {store.path} trains on {known} of {config.evaluate.heldout}: leave it out there or here"
+                f"evaluate.heldout: {store.path} trains on {known} of {config.evaluate.heldout}: leave it out of one"
             )
     return chosen
 
