@@ -74,6 +74,7 @@ class FeatureExtractor:
         self.compiled: Any = None
         """The trunk with its layers compiled, one graph for all layers of a kind: see `compile`."""
         self.intervals: dict[str, Intervals] | None = None
+        self.stand_in: Any = None
 
     def _cut(self, layers: nn.ModuleList) -> Any:
         trunk = copy.copy(self.target.trunk)
@@ -121,15 +122,23 @@ class FeatureExtractor:
         """Features of a row, [T, K*H]; zeros in the tail when the documents run one by one."""
         tokens_T = put(row.tokens, self.target.device)
         if self.target.forward == "packed":
-            masks = packed_masks(row, self.target.text_config, self.target.device) if self.compiled else None
-            if self.compiled and self.intervals is not None:
-                self.intervals.update(packed_intervals(row, self.target.text_config, self.target.device))
+            masks = self._masks(row) if self.compiled else None
             return self._forward(tokens_T, put(row.positions, self.target.device), self.compiled, masks)
         width = len(self.wanted) * self.target.embedding.shape[1]
         out = torch.zeros(len(tokens_T), width, dtype=self.dtype, device=self.target.device)
         for start, end in zip(row.starts, row.starts[1:], strict=False):
             out[start:end] = self.document(tokens_T[start:end])
         return out
+
+    def _masks(self, row: PackedRow) -> Any:
+        """What transformers hands to the layers; where those see by Intervals, the first row's is as good as any."""
+        text, device = self.target.text_config, self.target.device
+        if self.intervals is None:
+            return packed_masks(row, text, device)
+        self.intervals.update(packed_intervals(row, text, device))
+        if self.stand_in is None:
+            self.stand_in = packed_masks(row, text, device)
+        return self.stand_in
 
     def _forward(self, tokens_T: Tensor, positions_T: Tensor, trunk: Any = None, masks: Any = None) -> Tensor:
         # without masks transformers derives the documents from the positions, see keeps_documents_apart
