@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.util import find_spec
+import importlib.util
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from helpers_train import make_row, make_spec, random_row
 from drafter.test_attention import long_row, masks_of
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.intervals import TILE
-from draftsmith.drafter.loss import pick_chunk
+from draftsmith.drafter.loss import pick_chunk, triton_chunk
 from draftsmith.errors import InputError
 
 ROWS = {
@@ -62,7 +62,10 @@ def test_most_tiles_of_one_long_document_need_no_rule():
     assert (f1 - f0).sum() > 0.75 * (c1 - c0).sum()
 
 
-def test_bad_input():
+def test_bad_input(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    for head_dim in (16, 64, 128):
+        assert pick_attention("triton", torch.device("cuda"), head_dim, torch.bfloat16) == "triton"
     with pytest.raises(InputError, match="no backward on a CPU"):
         pick_attention("triton", torch.device("cpu"), 64, torch.float32)
     for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float32), (64, torch.float64)):
@@ -71,5 +74,11 @@ def test_bad_input():
     spec = make_spec()
     with pytest.raises(InputError, match="needs a GPU"):
         pick_chunk("triton", spec, torch.device("cpu"), compiled=False)
-    with pytest.raises(InputError, match="caps or scales its logits" if find_spec("triton") else "needs a GPU"):
+    with pytest.raises(InputError, match="caps or scales its logits"):
         pick_chunk("triton", dataclasses.replace(spec, output_multiplier=2.0), torch.device("cuda"), compiled=True)
+    assert pick_chunk("triton", spec, torch.device("cuda"), compiled=True) is triton_chunk
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="needs Triton"):
+        pick_attention("triton", torch.device("cuda"), 64, torch.bfloat16)
+    with pytest.raises(InputError, match="needs a GPU and Triton"):
+        pick_chunk("triton", spec, torch.device("cuda"), compiled=True)
