@@ -26,9 +26,9 @@ from typing import Any
 LIMITS = {
     "peer": 480,
     "drafter": 110,
-    "drafter_triton": 110,
+    "drafter_flex": 110,
     "end_to_end": 150,
-    "end_to_end_triton": 150,
+    "end_to_end_flex": 150,
     "drafter_again": 70,
     "plan": 200,
     "fp8": 200,
@@ -61,17 +61,17 @@ def drafter(*fields: str) -> dict[str, Any]:
 drafter_again = drafter
 
 
-OURS = ("train.attention=triton", "loss.softmax=triton")
+FLEX = ("train.attention=flex", "loss.softmax=torch")
 
 
-def drafter_triton() -> dict[str, Any]:
-    """With our own kernels."""
-    return drafter(*OURS)
+def drafter_flex() -> dict[str, Any]:
+    """Without our own kernels."""
+    return drafter(*FLEX)
 
 
-def end_to_end_triton() -> dict[str, Any]:
-    """With our own kernels."""
-    return end_to_end(*OURS)
+def end_to_end_flex() -> dict[str, Any]:
+    """Without our own kernels."""
+    return end_to_end(*FLEX)
 
 
 def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:

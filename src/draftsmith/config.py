@@ -158,8 +158,9 @@ class LossConfig(Section):
     dpace_alpha: float = Field(0.5, ge=0, lt=1)
     chunk_rows: int | None = Field(None, ge=1)
     """Rows of logits that exist at a time; default 512, or about 2,048 where the loss is compiled."""
-    softmax: Literal["torch", "triton"] = "torch"
-    """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU."""
+    softmax: Literal["auto", "torch", "triton"] = "auto"
+    """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU.  auto: our
+    own in a compiled run on a GPU, unless the target caps or scales its logits."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -185,7 +186,7 @@ class TrainConfig(Section):
     clip_norm: float = Field(1.0, gt=0)
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     attention: Literal["auto", "sdpa", "flex", "triton"] = "auto"
-    """auto: flex on a GPU, sdpa on a CPU.  triton: our own kernels, on a GPU."""
+    """auto: on a GPU our own kernels (triton) where they do such heads, else flex; sdpa on a CPU."""
     fp8: Literal["off", "target", "drafter", "both"] = "off"
     """Whose linear layers compute in 8 bits: needs a compiled run on a GPU of the Hopper generation or later."""
     features: Literal["online", "files"] = "online"

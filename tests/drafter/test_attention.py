@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -184,11 +186,16 @@ def test_flex_equals_sdpa():
         torch.testing.assert_close(attend(q, k, v, flex), attend(q, k, v, dense), rtol=1e-5, atol=1e-6)
 
 
-def test_the_kernel_is_chosen_by_device_and_flex_on_a_cpu_is_refused():
-    def pick(name, device):
-        return pick_attention(name, device, 64, torch.float32)
+def test_the_kernel_is_chosen_by_device_heads_and_dtype_and_flex_on_a_cpu_is_refused(monkeypatch):
+    def pick(name, device, head_dim=64, dtype=torch.bfloat16):
+        return pick_attention(name, device, head_dim, dtype)
 
-    assert pick("auto", CPU) == "sdpa" and pick("auto", torch.device("cuda")) == "flex"
-    assert pick("sdpa", torch.device("cuda")) == "sdpa"
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    assert pick("auto", CPU) == "sdpa" and pick("auto", gpu) == "triton"
+    assert pick("auto", gpu, 80) == pick("auto", gpu, dtype=torch.float32) == "flex"
+    assert pick("sdpa", gpu) == "sdpa" and pick("flex", gpu) == "flex"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert pick("auto", gpu) == "flex"
     with pytest.raises(InputError, match=r"train\.attention=flex"):
         pick("flex", CPU)

@@ -68,17 +68,33 @@ def test_bad_input(monkeypatch):
         assert pick_attention("triton", torch.device("cuda"), head_dim, torch.bfloat16) == "triton"
     with pytest.raises(InputError, match="no backward on a CPU"):
         pick_attention("triton", torch.device("cpu"), 64, torch.float32)
-    for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float32), (64, torch.float64)):
+    for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float16), (64, torch.float32), (64, torch.float64)):
         with pytest.raises(InputError, match="power of two"):
             pick_attention("triton", torch.device("cuda"), head_dim, dtype)
-    spec = make_spec()
-    with pytest.raises(InputError, match="needs a GPU"):
-        pick_chunk("triton", spec, torch.device("cpu"), compiled=False)
-    with pytest.raises(InputError, match="caps or scales its logits"):
-        pick_chunk("triton", dataclasses.replace(spec, output_multiplier=2.0), torch.device("cuda"), compiled=True)
-    assert pick_chunk("triton", spec, torch.device("cuda"), compiled=True) is triton_chunk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="needs Triton"):
         pick_attention("triton", torch.device("cuda"), 64, torch.bfloat16)
-    with pytest.raises(InputError, match="needs a GPU and Triton"):
-        pick_chunk("triton", spec, torch.device("cuda"), compiled=True)
+
+
+def test_whose_softmax_the_loss_uses(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    gpu, half, plain = torch.device("cuda"), torch.bfloat16, make_spec()
+    capped = dataclasses.replace(plain, output_multiplier=2.0)
+
+    def pick(softmax, spec=plain, device=gpu, dtype=half, compiled=True):
+        return pick_chunk(softmax, spec, device, dtype, compiled)
+
+    assert pick("auto") is pick("triton") is pick("triton", compiled=False) is triton_chunk
+    for other in (pick("torch"), pick("auto", capped), pick("auto", device=torch.device("cpu"))):
+        assert other not in (None, triton_chunk)
+    assert pick("auto", compiled=False) is pick("torch", compiled=False) is None
+    with pytest.raises(InputError, match=r"loss\.softmax=triton: it needs a GPU, Triton"):
+        pick("triton", device=torch.device("cpu"))
+    with pytest.raises(InputError, match="no float64"):
+        pick("triton", dtype=torch.float64)
+    with pytest.raises(InputError, match="caps or scales its logits"):
+        pick("triton", capped)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="it needs a GPU, Triton"):
+        pick("triton")
+    assert pick("auto") is not triton_chunk

@@ -67,15 +67,16 @@ def check_nothing_waits(bench: Bench) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-OUR_KERNELS = ("train.attention=triton", "loss.softmax=triton")
+WITHOUT_OUR_KERNELS = ("train.attention=flex", "loss.softmax=torch")
+PLAIN = ("compile.enabled=false", *WITHOUT_OUR_KERNELS)
 
 
-@pytest.mark.parametrize(("rows", "fields"), [(1, ()), (2, ()), (2, OUR_KERNELS)])
+@pytest.mark.parametrize(("rows", "fields"), [(1, ()), (2, ()), (2, WITHOUT_OUR_KERNELS)])
 def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows, fields):
     compiled = train(built(tmp_path, *fields), 6, rows)
     torch._dynamo.reset()
     torch._dynamo.config.error_on_recompile = False
-    plain = train(built(tmp_path, "compile.enabled=false"), 6, rows)
+    plain = train(built(tmp_path, *PLAIN), 6, rows)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=5e-3, atol=0)
     assert compiled[4] < compiled[0]  # of the same rows
 
@@ -90,12 +91,12 @@ def test_so_are_those_of_another_drafter_loss_and_optimizer_which_wait_for_nothi
     bench.compiler.check(6)
     torch._dynamo.reset()
     torch._dynamo.config.error_on_recompile = False
-    plain = train(built(tmp_path, "compile.enabled=false", *fields, spec=OTHER_DRAFTER), 6, 2)
+    plain = train(built(tmp_path, *PLAIN, *fields, spec=OTHER_DRAFTER), 6, 2)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=5e-3, atol=0)
     assert compiled[4] < compiled[0]  # of the same rows
 
 
-@pytest.mark.parametrize("fields", [(), OUR_KERNELS])
+@pytest.mark.parametrize("fields", [(), WITHOUT_OUR_KERNELS])
 def test_nothing_waits_for_the_device_between_log_points(tmp_path, fields):
     check_nothing_waits(built(tmp_path, *fields))
 
@@ -126,11 +127,14 @@ def test_a_row_that_does_not_fit_ends_in_one_line_and_what_it_names_fits(tmp_pat
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_the_fused_attention_kernels_ran(tmp_path):
-    kernels = built(tmp_path).compiler.facts["kernels"]
-    names = [name for name in kernels if "flex_attention" in name]
-    assert any("backward" in n for n in names) and any("backward" not in n for n in names), kernels
-    assert not any("softmax" in name for name in kernels), kernels
+@pytest.mark.parametrize(
+    ("fields", "forward", "backward"),
+    [((), "_forward_kernel", "_key_gradient_kernel"), (WITHOUT_OUR_KERNELS, "flex_attention", "backward")],
+)
+def test_the_fused_attention_kernels_ran(tmp_path, fields, forward, backward):
+    kernels = built(tmp_path, *fields).compiler.facts["kernels"]
+    assert any(forward in n and backward not in n for n in kernels) and any(backward in n for n in kernels), kernels
+    assert not any("softmax" in name and name != "_softmax_gradient_kernel" for name in kernels), kernels
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not available(torch.device("cuda")), reason="no 8-bit products")

@@ -62,20 +62,26 @@ def put_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def pick_attention(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> str:
-    """auto: flex on a GPU, SDPA on a CPU, where flex has no backward.  Raises InputError for what cannot be done."""
+    """auto: on a GPU our kernels where they do such heads, else flex; SDPA on a CPU, where neither has a backward.
+    Raises InputError for what cannot be done."""
     if name in ("flex", "triton") and device.type == "cpu":
         raise InputError(f"train.attention={name}: it has no backward on a CPU: use sdpa or auto")
     if name == "triton" and not triton_does(head_dim, dtype):
         raise InputError(
             f"train.attention=triton: heads of {head_dim} in {str(dtype).removeprefix('torch.')}: it needs Triton, a "
-            f"power of two from 16 on, and no float64: use flex or auto"
+            f"power of two from 16 on, and 16-bit numbers: use flex or auto"
         )
-    return name if name != "auto" else ("flex" if device.type == "cuda" else "sdpa")
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "sdpa"
+    return "triton" if triton_does(head_dim, dtype) else "flex"
 
 
 def triton_does(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether our kernels do such heads, and Triton is here."""
-    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0 and dtype != torch.float64
+    """Whether our kernels do such heads, and Triton is here.  float32 they would do without tensor cores, and
+    compile for a minute."""
+    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0 and dtype.itemsize == 2
     return fits and importlib.util.find_spec("triton") is not None
 
 

@@ -19,8 +19,13 @@ from torch import Tensor
 
 from draftsmith.drafter.intervals import TILE, Intervals
 
-WARPS, STAGES, GRADIENT_STAGES = 4, 3, 2
-SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 16
+WARPS, STAGES = 4, 3
+QUERY_GRADIENT_STAGES, KEY_GRADIENT_STAGES = 2, 3
+KEY_GRADIENT_QUERIES = 32
+"""How many queries the gradient of a tile of keys takes at a time: both its sums stay in registers."""
+HEADS_TOGETHER = 2
+"""Heads of a group whose gradients of keys are summed in one program: all would make the first keys' the longest."""
+SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 32
 LOG2_E = 1.4426950408889634
 
 
@@ -46,25 +51,29 @@ def _attend(
 
 @torch.library.custom_op("draftsmith::attend_backward", mutates_args=())
 def _attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sums: Tensor, inner: Tensor, sees: Tensor, query_tiles: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sees: Tensor, query_tiles: Tensor,
     key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, and of k and v by query head, [N, S, D].  inner: sum of output * grad, float32 [N, Q]."""
+    """Gradients of q, and of k and v by query head or by a few of them, [N / together, S, D]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
-    grad_q = _empty_out(q)
-    grad_k, grad_v = (q.new_empty(heads, keys, size) for _ in range(2))
+    together = _together(heads // groups)
+    grad_q, inner = _empty_out(q), torch.empty_like(sums)
+    grad_k, grad_v = (q.new_empty(heads // together, keys, size) for _ in range(2))
     numbers = queries, keys, scale * LOG2_E, scale
-    settings: dict[str, Any] = {
-        "HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS, "num_stages": GRADIENT_STAGES,
-    }  # fmt: skip
+    settings: dict[str, Any] = {"HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS}
     _query_gradient_kernel[heads, len(query_tiles)](
-        q, k, v, grad, sums, inner, grad_q, sees, query_tiles, *numbers, *_strides(q, k, v, grad, grad_q), **settings
-    )
-    _key_gradient_kernel[heads, len(key_tiles)](
+        q, k, v, out, grad, sums, inner, grad_q, sees, query_tiles, *numbers, *_strides(q, k, v, out, grad, grad_q),
+        num_stages=QUERY_GRADIENT_STAGES, **settings,
+    )  # fmt: skip
+    _key_gradient_kernel[heads // together, len(key_tiles)](
         q, k, v, grad, sums, inner, grad_k, grad_v, sees, key_tiles, *numbers, *_strides(q, k, v, grad, grad_k),
-        **settings,
+        TOGETHER=together, STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
+
+
+def _together(group: int) -> int:
+    return HEADS_TOGETHER if group % HEADS_TOGETHER == 0 else 1
 
 
 def _empty_out(q: Tensor) -> Tensor:
@@ -88,10 +97,10 @@ def _(
 
 @_attend_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sums: Tensor, inner: Tensor, sees: Tensor, query_tiles: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sees: Tensor, query_tiles: Tensor,
     key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = q.shape[0], k.shape[1], q.shape[2]
+    shape = q.shape[0] // _together(q.shape[0] // k.shape[0]), k.shape[1], q.shape[2]
     return _empty_out(q), q.new_empty(shape), q.new_empty(shape)
 
 
@@ -103,12 +112,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _differentiate(ctx: Any, grad: Tensor, unused: None) -> tuple[Tensor | None, ...]:
     q, k, v, *mask, out, sums = ctx.saved_tensors
-    inner = (out.float() * grad.float()).sum(-1)
     if grad.stride(2) != 1:
         grad = grad.contiguous()
-    grad_q, by_head_k, by_head_v = torch.ops.draftsmith.attend_backward(q, k, v, grad, sums, inner, *mask, ctx.scale)
-    groups = k.shape[0], q.shape[0] // k.shape[0]
-    return grad_q, by_head_k.unflatten(0, groups).sum(1), by_head_v.unflatten(0, groups).sum(1), *(None,) * 4
+    grad_q, *parts = torch.ops.draftsmith.attend_backward(q, k, v, out, grad, sums, *mask, ctx.scale)
+    grad_k, grad_v = (x.unflatten(0, (k.shape[0], -1)).sum(1) for x in parts)
+    return grad_q, grad_k, grad_v, *(None,) * 4
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)
@@ -126,30 +134,44 @@ def softmax_gradient(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab, log2_e, B: tl.constexpr):
-    """One row a program: read from memory once and, its neighbours being few, from the cache once more."""
+    """One row a program, read from memory once and, while few rows are under way, from the cache once more.
+
+    Exponentials count from the largest of the first tile, so that no iteration waits for a maximum; where that is far
+    below the row's they are summed again from that one.  Every lane keeps the first place of its own maximum.
+    """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * vocab
     label = tl.load(labels_ptr + row)
     picked = tl.load(logits_ptr + label).to(tl.float32)
-    top = tl.full([], float("-inf"), tl.float32)
-    total, earlier = tl.zeros([B], tl.float32), tl.zeros([B], tl.int32)
+    at = tl.arange(0, B)
+    top = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    base = tl.max(top, 0)
+    total = tl.exp2((top - base) * log2_e)
+    for first in range(B, vocab, B):
+        v = first + tl.arange(0, B)
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        total += tl.exp2((x - base) * log2_e)
+        at = tl.where(x > top, v, at)
+        top = tl.maximum(top, x)
+    whole, best = tl.sum(total, 0), tl.max(top, 0)
+    if whole > 1e30:
+        base = best
+        total = tl.zeros([B], tl.float32)
+        for first in range(0, vocab, B):
+            v = first + tl.arange(0, B)
+            x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+            total += tl.exp2((x - base) * log2_e)
+        whole = tl.sum(total, 0)
+    share = 1.0 / whole
     for first in range(0, vocab, B):
         v = first + tl.arange(0, B)
-        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp2((top - higher) * log2_e) + tl.exp2((x - higher) * log2_e)
-        top = higher
-    whole = tl.sum(total, 0)
-    for first in range(0, vocab, B):
-        v = first + tl.arange(0, B)
-        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-        earlier += ((x == top) & (v < label)).to(tl.int32)
-        p = tl.exp2((x - top) * log2_e) / whole
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+        p = tl.exp2((x - base) * log2_e) * share
         p = tl.where(v == label, p - 1.0, p)
         tl.store(logits_ptr + v, p.to(logits_ptr.dtype.element_ty), mask=v < vocab)
-    tl.store(ce_ptr + row, tl.log(whole) - (picked - top))
-    first_of_equals = tl.sum(earlier, 0) == 0
-    tl.store(correct_ptr + row, ((picked == top) & first_of_equals).to(tl.float32))
+    tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
+    first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
+    tl.store(correct_ptr + row, (first_of_equals == label).to(tl.float32))
 
 
 @triton.jit
@@ -158,13 +180,13 @@ def _visit(acc, top, total, q, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, 
     n, d = first + tl.arange(0, B), tl.arange(0, D)
     there = n < keys if MASKED else tl.full([B], True, tl.int1)
     kT = tl.load(k_ptr + n[None, :] * k_row + d[:, None], mask=there[None, :], other=0.0)
-    scores = tl.dot(q, kT, input_precision="ieee") * scale
+    scores = tl.dot(q, kT, input_precision="ieee")
     if MASKED:
         scores = tl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    p = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(top - base)
+    base = (tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher) * scale
+    p = tl.exp2(scores * scale - base[:, None])  # one instruction before the exponential
+    shrink = tl.exp2(top * scale - base)
     v = tl.load(v_ptr + n[:, None] * v_row + d[None, :], mask=there[:, None], other=0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total * shrink + tl.sum(p, 1)
@@ -201,7 +223,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, sees_ptr, tiles_ptr,
     total = tl.where(total == 0.0, 1.0, total)
     out_ptr += head * out_head + m[:, None] * out_row + d[None, :]
     tl.store(out_ptr, (acc / total[:, None]).to(q.dtype), mask=there[:, None])
-    tl.store(sums_ptr + head * queries + m, top + tl.log2(total), mask=there)
+    tl.store(sums_ptr + head * queries + m, top * scale + tl.log2(total), mask=there)
 
 
 @triton.jit
@@ -219,17 +241,20 @@ def _query_gradient(acc, q, grad, sums, inner, k_ptr, v_ptr, first, keys, lo, hi
 
 
 @triton.jit
-def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, inner_ptr, grad_q_ptr, sees_ptr, tiles_ptr,
-                           queries, keys, scale, plain_scale,
-                           q_head, q_row, k_head, k_row, v_head, v_row, grad_head, grad_row, grad_q_head, grad_q_row,
+def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, inner_ptr, grad_q_ptr, sees_ptr,
+                           tiles_ptr, queries, keys, scale, plain_scale, q_head, q_row, k_head, k_row, v_head, v_row,
+                           out_head, out_row, grad_head, grad_row, grad_q_head, grad_q_row,
                            HEADS: tl.constexpr, B: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Leaves each query's sum of output * gradient in inner, float32 [N, Q]: the gradient of keys reads it."""
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     m, d = tile * B + tl.arange(0, B), tl.arange(0, D)
     there = m < queries
     q = tl.load(q_ptr + head * q_head + m[:, None] * q_row + d[None, :], mask=there[:, None], other=0.0)
     grad = tl.load(grad_ptr + head * grad_head + m[:, None] * grad_row + d[None, :], mask=there[:, None], other=0.0)
     sums = tl.load(sums_ptr + head * queries + m, mask=there, other=0.0)
-    inner = tl.load(inner_ptr + head * queries + m, mask=there, other=0.0)
+    out = tl.load(out_ptr + head * out_head + m[:, None] * out_row + d[None, :], mask=there[:, None], other=0.0)
+    inner = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(inner_ptr + head * queries + m, inner, mask=there)
     k_ptr += head // HEADS * k_head
     v_ptr += head // HEADS * v_head
     lo = tl.load(sees_ptr + m, mask=there, other=0)
@@ -261,8 +286,8 @@ def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, inner_ptr, g
 
 @triton.jit
 def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                  q_row, grad_row, scale, MASKED: tl.constexpr, B: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    m, d = first + tl.arange(0, B), tl.arange(0, D)
+                  q_row, grad_row, scale, MASKED: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    m, d = first + tl.arange(0, STEP), tl.arange(0, D)
     there = m < queries
     q = tl.load(q_ptr + m[:, None] * q_row + d[None, :], mask=there[:, None], other=0.0)
     sums = tl.load(sums_ptr + m, mask=there, other=0.0)
@@ -282,35 +307,40 @@ def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo
 def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, inner_ptr, grad_k_ptr, grad_v_ptr, sees_ptr,
                          tiles_ptr, queries, keys, scale, plain_scale,
                          q_head, q_row, k_head, k_row, v_head, v_row, grad_head, grad_row, out_head, out_row,
-                         HEADS: tl.constexpr, B: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)  # the first keys are seen by most queries
+                         HEADS: tl.constexpr, TOGETHER: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr,
+                         D: tl.constexpr):  # fmt: skip
+    part, tile = tl.program_id(0), tl.program_id(1)  # the first keys are seen by most queries
     n, d = tile * B + tl.arange(0, B), tl.arange(0, D)
     there = n < keys
-    group = head // HEADS
+    group = part * TOGETHER // HEADS
     k = tl.load(k_ptr + group * k_head + n[:, None] * k_row + d[None, :], mask=there[:, None], other=0.0)
     v = tl.load(v_ptr + group * v_head + n[:, None] * v_row + d[None, :], mask=there[:, None], other=0.0)
-    q_ptr += head * q_head
-    grad_ptr += head * grad_head
-    sums_ptr += head * queries
-    inner_ptr += head * queries
     tiles_ptr += tile * 6
     c0, f0, f1, c1 = tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
-    lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
+    o0, o1 = tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5)
     gk, gv = tl.zeros([B, D], tl.float32), tl.zeros([B, D], tl.float32)
-    for first in range(c0, f0, B):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, True, B, D)  # fmt: skip
-    for first in range(f0, f1, B):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, False, B, D)  # fmt: skip
-    for first in range(f1, c1, B):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, True, B, D)  # fmt: skip
-    lo_ptr, hi_ptr = sees_ptr + 2 * queries, sees_ptr + 3 * queries
-    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), B):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, True, B, D)  # fmt: skip
-    grad_k_ptr += head * out_head + n[:, None] * out_row + d[None, :]
-    grad_v_ptr += head * out_head + n[:, None] * out_row + d[None, :]
+    for head in range(part * TOGETHER, part * TOGETHER + TOGETHER):
+        q_h, grad_h, sums_h, inner_h = (
+            q_ptr + head * q_head,
+            grad_ptr + head * grad_head,
+            sums_ptr + head * queries,
+            inner_ptr + head * queries,
+        )
+        lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
+        for first in range(c0, f0, STEP):
+            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
+                                   q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+        for first in range(f0, f1, STEP):
+            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
+                                   q_row, grad_row, scale, False, STEP, D)  # fmt: skip
+        for first in range(f1, c1, STEP):
+            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
+                                   q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+        lo_ptr, hi_ptr = sees_ptr + 2 * queries, sees_ptr + 3 * queries
+        for first in range(o0, o1, STEP):
+            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
+                                   q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+    grad_k_ptr += part * out_head + n[:, None] * out_row + d[None, :]
+    grad_v_ptr += part * out_head + n[:, None] * out_row + d[None, :]
     tl.store(grad_k_ptr, (gk * plain_scale).to(k.dtype), mask=there[:, None])
     tl.store(grad_v_ptr, gv.to(k.dtype), mask=there[:, None])

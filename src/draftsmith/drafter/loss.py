@@ -171,15 +171,20 @@ def head_chunk(
     return ce_C, correct_C, grad_CV.to(hidden_CH.dtype) @ head_VH
 
 
-def pick_chunk(softmax: str, spec: DrafterSpec, device: torch.device, compiled: bool) -> Chunk | None:
+def pick_chunk(
+    softmax: str, spec: DrafterSpec, device: torch.device, dtype: torch.dtype, compiled: bool
+) -> Chunk | None:
     """softmax: as in the config.  Raises InputError for what our kernel does not do."""
-    if softmax == "torch":
-        return one_graph(head_chunk) if compiled else None
-    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
-        raise InputError("loss.softmax=triton: it needs a GPU and Triton: use torch")
-    if spec.final_logit_softcapping is not None or spec.output_multiplier is not None:
-        raise InputError("loss.softmax=triton: this target caps or scales its logits: use torch")
-    return triton_chunk
+    why = None
+    if device.type == "cpu" or dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        why = "it needs a GPU, Triton, and no float64"
+    elif spec.final_logit_softcapping is not None or spec.output_multiplier is not None:
+        why = "this target caps or scales its logits"
+    if softmax == "triton" and why is not None:
+        raise InputError(f"loss.softmax=triton: {why}: use torch or auto")
+    if softmax == "triton" or (softmax == "auto" and compiled and why is None):
+        return triton_chunk
+    return one_graph(head_chunk) if compiled else None
 
 
 def triton_chunk(

@@ -82,10 +82,10 @@ class FeatureExtractor:
         trunk.layers, trunk.norm = layers, nn.Identity()
         return trunk
 
-    def compile(self, *, fp8: bool = False, attention: str = "flex") -> str | None:
+    def compile(self, *, fp8: bool = False, attention: str = "auto") -> str | None:
         """From now on packed rows run through compiled layers.  None, or why they cannot.
 
-        attention: triton, our kernels where they do such heads; else flex_attention.
+        attention: flex, flex_attention; else our kernels where they do such heads on a GPU.
         """
         if self.target.forward != "packed":
             return "it runs one document at a time"
@@ -95,7 +95,7 @@ class FeatureExtractor:
             compiled = [one_graph(layer) for layer in layers]
             text = self.target.text_config
             heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            if attention == "triton" and triton_does(heads, self.target.dtype):
+            if attention != "flex" and self.target.device.type == "cuda" and triton_does(heads, self.target.dtype):
                 self.intervals = {}
                 kinds = getattr(text, "layer_types", None) or [None] * len(layers)
                 compiled = [_Seeing(layer, kind, self.intervals) for layer, kind in zip(compiled, kinds, strict=False)]

@@ -117,7 +117,6 @@ def prepare(
         notes.append("nothing is held out, so no held-out loss")
     steps = settings.steps or ceil((settings.epochs or 0) * len(loader.plan(0)) / settings.rows_per_step)
     compiling.check_fp8(config, target.device)
-    pick_chunk(config.loss.softmax, spec, target.device, compiled=False)  # refuses before there is a run
     if compiling.wanted(config, target.device):
         compiling.cache_folder(config, compiling.parts(config, spec, target))
     prompts: list[Document] = []
@@ -126,6 +125,8 @@ def prepare(
         prompts = evaluation_prompts(config, store, target.tokenizer, count)
     gpu = target.device.type == "cuda"
     compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
+    # refuses before there is a run
+    pick_chunk(config.loss.softmax, spec, target.device, getattr(torch, compute), compiled=False)
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
     return Plan(
         target=target,

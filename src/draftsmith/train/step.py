@@ -74,7 +74,7 @@ class RowStep:
         }
         trunk = with_linear(self.working, TrainedLinear) if train.fp8 in ("drafter", "both") else self.working
         self.trunk: Callable[..., Tensor] = one_graph(trunk) if compiled else trunk
-        self.chunk = pick_chunk(loss.softmax, drafter.spec, frozen.head.device, compiled)
+        self.chunk = pick_chunk(loss.softmax, drafter.spec, frozen.head.device, compute_dtype, compiled)
         self.train, self.loss, self.compute_dtype = train, loss, compute_dtype
         # pieces have shapes of their own in every row
         self.attention = "dense" if compiled and attention == "sdpa" else attention
