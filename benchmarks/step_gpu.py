@@ -11,6 +11,7 @@ starts first, and is timed between ours.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +51,9 @@ def drafter(*fields: str) -> dict[str, Any]:
     assert bench.compiler is not None
     start = time.monotonic() - begin
     before = roofline(bench.device, bench.dtype)
-    found: dict[str, Any] = bench.time_drafter()
+    found: dict[str, Any] = {}
+    with card_read(found):
+        found |= bench.time_drafter()
     after = roofline(bench.device, bench.dtype)
     found["kernels_ms"] = kernel_times(bench)
     floor = (
@@ -75,19 +79,48 @@ def end_to_end_flex() -> dict[str, Any]:
 
 
 def kernel_times(bench: Any, most: int = 60) -> dict[str, list[float]]:
-    """Milliseconds and calls of the kernels of one step on given features, the longest first."""
+    """Milliseconds and calls a step of the kernels of steps in a row on given features, the longest first."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from draftsmith.bench import _Always
+    from draftsmith.bench import STEPS_TOGETHER, _Always
 
     width = len(bench.spec.feature_layers) * bench.spec.hidden_size
     bench.step.source = _Always(torch.randn(bench.shape.row_tokens, width, device=bench.device, dtype=bench.dtype))
+
+    def steps() -> None:
+        for number in range(STEPS_TOGETHER):
+            bench.step.step(number, bench.rows[:1], bench.optimizer, 1e-4)
+
+    for _ in range(3):
+        steps()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        bench.step.step(0, bench.rows[:1], bench.optimizer, 1e-4)
+        steps()
         torch.cuda.synchronize()
     events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
-    return {e.key[:110]: [e.self_device_time_total / 1e3, e.count] for e in events[:most]}
+    found = {
+        e.key[:110]: [e.self_device_time_total / 1e3 / STEPS_TOGETHER, e.count / STEPS_TOGETHER] for e in events[:most]
+    }
+    every = sum(e.self_device_time_total for e in events) / 1e3 / STEPS_TOGETHER
+    return {"all": [every, sum(e.count for e in events) / STEPS_TOGETHER], **found}
+
+
+@contextlib.contextmanager
+def card_read(found: dict[str, Any]) -> Iterator[None]:
+    """Meanwhile the card's clock, power, temperature and reasons to slow down are read four times a second."""
+    fields = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "250"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield
+    finally:
+        process.terminate()
+        lines = [line.split(", ") for line in process.communicate()[0].splitlines()]
+        read = list(zip(*[line for line in lines if len(line) == 4], strict=True))
+        if read:
+            numbers = (statistics.median(map(float, column)) for column in read[:3])
+            reasons = {reason: read[3].count(reason) for reason in set(read[3])}
+            found["card"] = dict(zip(("sm_mhz", "watts", "celsius"), numbers, strict=True)) | {"reasons": reasons}
 
 
 def end_to_end(*fields: str) -> dict[str, Any]:

@@ -159,8 +159,8 @@ class LossConfig(Section):
     chunk_rows: int | None = Field(None, ge=1)
     """Rows of logits that exist at a time; default 512, or about 2,048 where the loss is compiled."""
     softmax: Literal["auto", "torch", "triton"] = "auto"
-    """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU.  auto: our
-    own in a compiled run on a GPU, unless the target caps or scales its logits."""
+    """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU.
+    auto: ours in a compiled run on a GPU, unless the target caps or scales its logits."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -68,3 +68,34 @@ def test_softmax_and_its_gradient(rows, vocab):
         triton_chunk(hidden, labels, head, None), head_chunk(hidden, labels, head, PLAIN), strict=True
     ):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(37, 4, 16), (300, 32, 128), (5, 1, 64)])
+def test_norm_and_rotation_of_heads_and_their_gradients(tokens, heads, head_dim):
+    from draftsmith.drafter.model import RMSNorm, rotary_tables, rotate
+    from draftsmith.drafter.row_kernels import norm_rotate
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def draw(*shape):
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    norm = RMSNorm(head_dim, 1e-6).cuda()
+    norm.weight.data.add_(0.3 * draw(head_dim))
+    tables = rotary_tables(torch.arange(tokens, device="cuda") * 7, head_dim, 1e4)
+    x, grad = draw(tokens, heads * head_dim + 8)[:, :-8].requires_grad_(), draw(tokens, heads, head_dim).transpose(0, 1)
+    plain = rotate(norm(x.unflatten(1, (heads, head_dim)).transpose(0, 1)), tables)
+    ours = norm_rotate(x, norm.weight, *tables, norm.eps)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    leaves = x, norm.weight
+    for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(plain, leaves, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_the_norm_of_gradients():
+    from draftsmith.drafter.row_kernels import norm
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    tensors = [torch.randn(n, device="cuda", generator=generator) for n in (3, 5000, 9_000_000)]
+    tensors.append(torch.randn(700, 129, device="cuda", generator=generator).to(torch.bfloat16))
+    torch.testing.assert_close(norm(tensors), torch.cat([t.float().flatten() for t in tensors]).norm())

@@ -1,8 +1,6 @@
-"""Triton kernels for a GPU: attention where every query sees two intervals of keys, forward and backward; and the
-softmax of the loss together with its gradient.
+"""Triton kernels for a GPU: attention where every query sees two intervals of keys, forward and backward.
 
-Suffixes: N query heads, M key/value heads, Q queries, S keys, D head size, C rows of a chunk, V vocabulary; in the
-kernels B rows of a tile.
+Suffixes: N query heads, M key/value heads, Q queries, S keys, D head size; in the kernels B rows of a tile.
 Tiles that all queries of a tile see wholly need no mask; tiles that none sees are not visited (intervals.py).  The
 softmax is the streaming one of FlashAttention-2 (arXiv 2307.08691), its backward pass without atomics: one kernel for
 the gradient of queries, one for that of keys and values.  There is no other path that it could fall back to.
@@ -25,7 +23,6 @@ KEY_GRADIENT_QUERIES = 32
 """How many queries the gradient of a tile of keys takes at a time: both its sums stay in registers."""
 HEADS_TOGETHER = 2
 """Heads of a group whose gradients of keys are summed in one program: all would make the first keys' the longest."""
-SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 32
 LOG2_E = 1.4426950408889634
 
 
@@ -43,7 +40,7 @@ def _attend(
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
     out, sums = _empty_out(q), q.new_empty(heads, queries, dtype=torch.float32)
     _forward_kernel[heads, len(query_tiles)](
-        q, k, v, out, sums, sees, query_tiles, queries, keys, scale * LOG2_E, *_strides(q, k, v, out),
+        q, k, v, out, sums, sees, query_tiles, queries, keys, scale * LOG2_E, *strides(q, k, v, out),
         HEADS=heads // groups, B=TILE, D=size, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out, sums
@@ -62,11 +59,11 @@ def _attend_backward(
     numbers = queries, keys, scale * LOG2_E, scale
     settings: dict[str, Any] = {"HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS}
     _query_gradient_kernel[heads, len(query_tiles)](
-        q, k, v, out, grad, sums, inner, grad_q, sees, query_tiles, *numbers, *_strides(q, k, v, out, grad, grad_q),
+        q, k, v, out, grad, sums, inner, grad_q, sees, query_tiles, *numbers, *strides(q, k, v, out, grad, grad_q),
         num_stages=QUERY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     _key_gradient_kernel[heads // together, len(key_tiles)](
-        q, k, v, grad, sums, inner, grad_k, grad_v, sees, key_tiles, *numbers, *_strides(q, k, v, grad, grad_k),
+        q, k, v, grad, sums, inner, grad_k, grad_v, sees, key_tiles, *numbers, *strides(q, k, v, grad, grad_k),
         TOGETHER=together, STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
@@ -81,7 +78,7 @@ def _empty_out(q: Tensor) -> Tensor:
     return q.new_empty(queries, heads, size).transpose(0, 1)
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def strides(*tensors: Tensor) -> list[int]:
     """Of heads and rows."""
     for x in tensors:
         assert x.stride(2) == 1, x.stride()
@@ -120,58 +117,6 @@ def _differentiate(ctx: Any, grad: Tensor, unused: None) -> tuple[Tensor | None,
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)
-
-
-def softmax_gradient(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy and argmax == label (first of equals), float32 [C]; the logits become the gradient, in place."""
-    logits_CV, labels_C = logits_CV.contiguous(), labels_C.contiguous()
-    ce, correct = (torch.empty(len(labels_C), device=logits_CV.device) for _ in range(2))
-    _softmax_gradient_kernel[len(labels_C),](
-        logits_CV, labels_C, ce, correct, logits_CV.shape[1], LOG2_E, B=SOFTMAX_TILE, num_warps=SOFTMAX_WARPS
-    )
-    return ce, correct
-
-
-@triton.jit
-def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab, log2_e, B: tl.constexpr):
-    """One row a program, read from memory once and, while few rows are under way, from the cache once more.
-
-    Exponentials count from the largest of the first tile, so that no iteration waits for a maximum; where that is far
-    below the row's they are summed again from that one.  Every lane keeps the first place of its own maximum.
-    """
-    row = tl.program_id(0)
-    logits_ptr += row.to(tl.int64) * vocab
-    label = tl.load(labels_ptr + row)
-    picked = tl.load(logits_ptr + label).to(tl.float32)
-    at = tl.arange(0, B)
-    top = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    base = tl.max(top, 0)
-    total = tl.exp2((top - base) * log2_e)
-    for first in range(B, vocab, B):
-        v = first + tl.arange(0, B)
-        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        total += tl.exp2((x - base) * log2_e)
-        at = tl.where(x > top, v, at)
-        top = tl.maximum(top, x)
-    whole, best = tl.sum(total, 0), tl.max(top, 0)
-    if whole > 1e30:
-        base = best
-        total = tl.zeros([B], tl.float32)
-        for first in range(0, vocab, B):
-            v = first + tl.arange(0, B)
-            x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-            total += tl.exp2((x - base) * log2_e)
-        whole = tl.sum(total, 0)
-    share = 1.0 / whole
-    for first in range(0, vocab, B):
-        v = first + tl.arange(0, B)
-        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        p = tl.exp2((x - base) * log2_e) * share
-        p = tl.where(v == label, p - 1.0, p)
-        tl.store(logits_ptr + v, p.to(logits_ptr.dtype.element_ty), mask=v < vocab)
-    tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
-    first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
-    tl.store(correct_ptr + row, (first_of_equals == label).to(tl.float32))
 
 
 @triton.jit

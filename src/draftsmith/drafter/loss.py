@@ -126,16 +126,16 @@ class _FrozenHead(torch.autograd.Function):
             )
         ce_R, correct_R, grad_RH = ce_R[:rows], correct_R[:rows], grad_RH[:rows]
         weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha)
-        ctx.save_for_backward(grad_RH.mul_(weights_R[:, None].to(grad_RH.dtype)), where_R)
+        ctx.save_for_backward(grad_RH, weights_R, where_R)
         ctx.queries = len(hidden_QH)
         ctx.mark_non_differentiable(ce_R, correct_R)
         return (weights_R * ce_R).sum(), ce_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
-        grad_RH, where_R = ctx.saved_tensors
+        grad_RH, weights_R, where_R = ctx.saved_tensors
         grad_QH = grad_RH.new_zeros(ctx.queries, grad_RH.shape[1])
-        grad_QH.index_copy_(0, where_R, grad_RH * grad.to(grad_RH.dtype))
+        grad_QH.index_copy_(0, where_R, grad_RH * (weights_R * grad)[:, None].to(grad_RH.dtype))
         return (grad_QH, *(None,) * 9)
 
 
@@ -191,10 +191,10 @@ def triton_chunk(
     hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `head_chunk`, with our own kernel between the two products.  For logits as the head gives them."""
-    from draftsmith.drafter import kernels
+    from draftsmith.drafter import row_kernels
 
     logits_CV = hidden_CH @ head_VH.T
-    ce_C, correct_C = kernels.softmax_gradient(logits_CV, labels_C)
+    ce_C, correct_C = row_kernels.softmax_gradient(logits_CV, labels_C)
     return ce_C, correct_C, logits_CV @ head_VH
 
 

@@ -370,7 +370,8 @@ def warm_optimizer(step: RowStep) -> None:
             scratch = [torch.zeros(like.numel(), device=device, dtype=like.dtype) for _ in range(3)]
             gradient = torch.zeros(like.numel(), device=device, dtype=dtype)
             copy = torch.zeros(like.numel(), device=device, dtype=step.compute_dtype) if copied else None
-            optim._adamw(*scratch, gradient, copy, torch.ones((), device=device), torch.ones(7, device=device))
+            _, factor = optim.clip_factor([gradient], 1.0, device)
+            optim._adamw(*scratch, gradient, copy, factor, torch.ones(7, device=device))
 
 
 def made_up_row(config: Config, block_size: int) -> PackedRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,8 +117,12 @@ def clip_factor(gradients: Sequence[Tensor], most: float, device: torch.device) 
     if not gradients:
         return torch.zeros((), device=device), torch.ones((), device=device)
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch._foreach_norm(list(gradients), 2.0, wide)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if device.type == "cuda" and wide == torch.float32 and importlib.util.find_spec("triton") is not None:
+        from draftsmith.drafter import row_kernels
+
+        norm = row_kernels.norm(gradients)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0, wide)))
     return norm, (most / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -1,0 +1,203 @@
+"""Triton kernels for a GPU that work row by row, each as fast as memory gives the rows: norm and rotation of heads, the
+softmax of the loss together with its gradient, sums of squares.
+
+Suffixes: P tokens, C columns of all heads, D head size, R rows of a chunk, V vocabulary; in the kernels B rows or
+elements of a tile, H half of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftsmith.drafter.kernels import LOG2_E, strides
+
+ROTATE_TILE, ROTATE_PROGRAMS = 32, 1056
+"""Heads that are normed and rotated at a time; programs of the backward pass, each with a sum of its own."""
+SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 32
+SQUARES_TILE, SQUARES_PROGRAMS = 8192, 528
+
+
+def norm_rotate(x_PC: Tensor, weight_D: Tensor, cos_PD: Tensor, sin_PD: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of every head and plain RoPE over its halves, [C / D, P, D].
+
+    Differentiable in x and weight.  cos, sin: as `model.rotary_tables` makes them, both halves alike.
+    """
+    return torch.ops.draftsmith.norm_rotate(x_PC, weight_D, cos_PD, sin_PD, eps)
+
+
+@torch.library.custom_op("draftsmith::norm_rotate", mutates_args=())
+def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    size, (rows, width) = len(weight), x.shape
+    out = x.new_empty(rows, width // size, size)
+    _norm_rotate_kernel[triton.cdiv(out.numel(), ROTATE_TILE * size),](
+        x, weight, cos, sin, out, rows, eps, x.stride(0), HEADS=width // size, B=ROTATE_TILE, H=size // 2,
+    )  # fmt: skip
+    return out.transpose(0, 1)
+
+
+@torch.library.custom_op("draftsmith::norm_rotate_backward", mutates_args=())
+def _norm_rotate_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and, by program, of the weight: float32 [programs, D]."""
+    size, (rows, width) = len(weight), x.shape
+    grad_x, parts = x.new_empty(rows, width), weight.new_empty(ROTATE_PROGRAMS, size)
+    _norm_rotate_gradient_kernel[ROTATE_PROGRAMS,](
+        grad, x, weight, cos, sin, grad_x, parts, rows, eps, x.stride(0), *strides(grad),
+        HEADS=width // size, B=ROTATE_TILE, H=size // 2,
+    )  # fmt: skip
+    return grad_x, parts
+
+
+@_norm_rotate.register_fake
+def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // len(weight), len(weight)).transpose(0, 1)
+
+
+@_norm_rotate_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(ROTATE_PROGRAMS, len(weight))
+
+
+def _remember_norm_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_norm_rotate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if grad.stride(2) != 1:
+        grad = grad.contiguous()
+    grad_x, parts = torch.ops.draftsmith.norm_rotate_backward(grad, *ctx.saved_tensors, ctx.eps)
+    return grad_x, parts.sum(0), None, None, None
+
+
+_norm_rotate.register_autograd(_differentiate_norm_rotate, setup_context=_remember_norm_rotate)
+
+
+def softmax_gradient(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy and argmax == label (first of equals), float32 [R]; the logits become the gradient, in place."""
+    logits_RV, labels_R = logits_RV.contiguous(), labels_R.contiguous()
+    ce, correct = (torch.empty(len(labels_R), device=logits_RV.device) for _ in range(2))
+    _softmax_gradient_kernel[len(labels_R),](
+        logits_RV, labels_R, ce, correct, logits_RV.shape[1], LOG2_E, B=SOFTMAX_TILE, num_warps=SOFTMAX_WARPS
+    )
+    return ce, correct
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Root of the sum of squares of all elements, 0-dim float32.  The tensors are contiguous."""
+    sums = torch.empty(len(tensors), SQUARES_PROGRAMS, device=tensors[0].device)
+    for x, out in zip(tensors, sums, strict=True):
+        _squares_kernel[SQUARES_PROGRAMS,](x, out, x.numel(), B=SQUARES_TILE, num_warps=8)
+    return sums.sum().sqrt()
+
+
+@triton.jit
+def _normed_halves(x_ptr, weight_ptr, x_row, row, head, there, eps, H: tl.constexpr):
+    """Of B heads: both halves over their root mean square, its inverse, and the two halves of the weight."""
+    at = tl.arange(0, H)
+    x_ptr += row.to(tl.int64)[:, None] * x_row + (head * 2 * H)[:, None] + at[None, :]
+    a = tl.load(x_ptr, mask=there[:, None], other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + H, mask=there[:, None], other=0.0).to(tl.float32)
+    inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * H) + eps)[:, None]
+    return a * inverse, b * inverse, inverse, tl.load(weight_ptr + at)[None, :], tl.load(weight_ptr + H + at)[None, :]
+
+
+@triton.jit
+def _norm_rotate_kernel(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, eps, x_row,
+                        HEADS: tl.constexpr, B: tl.constexpr, H: tl.constexpr):  # fmt: skip
+    which, at = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, H)
+    row, head, there = which // HEADS, which % HEADS, which < rows * HEADS
+    a, b, _, weight_a, weight_b = _normed_halves(x_ptr, weight_ptr, x_row, row, head, there, eps, H)
+    a, b = a * weight_a, b * weight_b
+    cos = tl.load(cos_ptr + row[:, None] * 2 * H + at[None, :], mask=there[:, None], other=0.0)
+    sin = tl.load(sin_ptr + row[:, None] * 2 * H + at[None, :], mask=there[:, None], other=0.0)
+    out_ptr += which.to(tl.int64)[:, None] * 2 * H + at[None, :]
+    tl.store(out_ptr, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=there[:, None])
+    tl.store(out_ptr + H, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def _norm_rotate_gradient_kernel(grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, grad_x_ptr, parts_ptr, rows, eps,
+                                 x_row, grad_head, grad_row,
+                                 HEADS: tl.constexpr, B: tl.constexpr, H: tl.constexpr):  # fmt: skip
+    at = tl.arange(0, H)
+    part_a, part_b = tl.zeros([H], tl.float32), tl.zeros([H], tl.float32)
+    for first in range(tl.program_id(0) * B, rows * HEADS, tl.num_programs(0) * B):
+        which = first + tl.arange(0, B)
+        row, head, there = which // HEADS, which % HEADS, which < rows * HEADS
+        a, b, inverse, weight_a, weight_b = _normed_halves(x_ptr, weight_ptr, x_row, row, head, there, eps, H)
+        cos = tl.load(cos_ptr + row[:, None] * 2 * H + at[None, :], mask=there[:, None], other=0.0)
+        sin = tl.load(sin_ptr + row[:, None] * 2 * H + at[None, :], mask=there[:, None], other=0.0)
+        from_ptr = grad_ptr + (head * grad_head + row.to(tl.int64) * grad_row)[:, None] + at[None, :]
+        out_a = tl.load(from_ptr, mask=there[:, None], other=0.0).to(tl.float32)
+        out_b = tl.load(from_ptr + H, mask=there[:, None], other=0.0).to(tl.float32)
+        grad_a, grad_b = out_a * cos + out_b * sin, out_b * cos - out_a * sin
+        part_a += tl.sum(grad_a * a, 0)
+        part_b += tl.sum(grad_b * b, 0)
+        grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
+        along = ((tl.sum(grad_a * a, 1) + tl.sum(grad_b * b, 1)) / (2 * H))[:, None]
+        to_ptr = grad_x_ptr + which.to(tl.int64)[:, None] * 2 * H + at[None, :]
+        tl.store(to_ptr, ((grad_a - a * along) * inverse).to(grad_x_ptr.dtype.element_ty), mask=there[:, None])
+        tl.store(to_ptr + H, ((grad_b - b * along) * inverse).to(grad_x_ptr.dtype.element_ty), mask=there[:, None])
+    parts_ptr += tl.program_id(0) * 2 * H
+    tl.store(parts_ptr + at, part_a)
+    tl.store(parts_ptr + H + at, part_b)
+
+
+@triton.jit
+def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab, log2_e, B: tl.constexpr):
+    """One row a program, read from memory once and, while few rows are under way, from the cache once more.
+
+    Exponentials count from the largest of the first tile, so that no iteration waits for a maximum; where that is far
+    below the row's they are summed again from that one.  Every lane keeps the first place of its own maximum.
+    """
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * vocab
+    label = tl.load(labels_ptr + row)
+    picked = tl.load(logits_ptr + label).to(tl.float32)
+    at = tl.arange(0, B)
+    top = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    base = tl.max(top, 0)
+    total = tl.exp2((top - base) * log2_e)
+    for first in range(B, vocab, B):
+        v = first + tl.arange(0, B)
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        total += tl.exp2((x - base) * log2_e)
+        at = tl.where(x > top, v, at)
+        top = tl.maximum(top, x)
+    whole, best = tl.sum(total, 0), tl.max(top, 0)
+    if whole > 1e30:
+        base = best
+        total = tl.zeros([B], tl.float32)
+        for first in range(0, vocab, B):
+            v = first + tl.arange(0, B)
+            x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+            total += tl.exp2((x - base) * log2_e)
+        whole = tl.sum(total, 0)
+    share = 1.0 / whole
+    for first in range(0, vocab, B):
+        v = first + tl.arange(0, B)
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+        p = tl.exp2((x - base) * log2_e) * share
+        p = tl.where(v == label, p - 1.0, p)
+        tl.store(logits_ptr + v, p.to(logits_ptr.dtype.element_ty), mask=v < vocab)
+    tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
+    first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
+    tl.store(correct_ptr + row, (first_of_equals == label).to(tl.float32))
+
+
+@triton.jit
+def _squares_kernel(x_ptr, out_ptr, count, B: tl.constexpr):
+    total = tl.zeros([B], tl.float32)
+    for first in range(tl.program_id(0) * B, count, tl.num_programs(0) * B):
+        at = first + tl.arange(0, B)
+        x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
