@@ -185,6 +185,28 @@ def test_what_the_machine_lacks_is_one_line_whoever_is_compiled(made, fault, cau
     assert not recorded
 
 
+@pytest.mark.parametrize(
+    ("dtype", "fields", "right", "wrong"),
+    [
+        (torch.float32, (), 4e-7, 2e-4),
+        (torch.float32, (), 4e-7, float("nan")),
+        (torch.bfloat16, (), 9e-3, 3e-2),
+        (torch.bfloat16, ("train.fp8=drafter",), 9e-3, 3e-2),
+        (torch.bfloat16, ("train.fp8=both",), 0.12, 0.26),
+    ],
+)
+def test_a_target_whose_compiled_layers_differ_by_more_than_rounding_runs_uncompiled(made, dtype, fields, right, wrong):
+    compiler, said, _ = made(*fields)
+    extract = SimpleNamespace(compile=lambda **how: None, compiled="layers", target=SimpleNamespace(dtype=dtype))
+    extract.deviation = lambda row: right
+    compiler._target(extract, None)
+    assert compiler.facts["target"] == "compiled" and extract.compiled and not said
+    extract.deviation = lambda row: wrong
+    compiler._target(extract, None)
+    assert compiler.facts["target"].startswith("one of its layers then differs from single documents by ")
+    assert extract.compiled is None and said == [f"the target is not compiled: {compiler.facts['target']}"]
+
+
 @pytest.mark.parametrize(("start", "waits"), [("auto", True), ("first", True), ("together", False)])
 def test_on_a_cpu_all_but_the_first_wait_unless_told_otherwise(made, monkeypatch, start, waits):
     asked = []

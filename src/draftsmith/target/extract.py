@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,16 @@ from draftsmith.target.packed import packed_intervals, packed_masks, unsupported
 if TYPE_CHECKING:
     from draftsmith.target.model import Target
 
+CHECKED = 1024
+"""First tokens of a document that `deviation` looks at; causal, they stand by themselves.  What only later ones would
+show, as a window longer than this, it does not see."""
+
+
+def _states(output: Any) -> Tensor:
+    """A decoder layer's output, [1, n, H]."""
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
 
 @contextlib.contextmanager
 def capture(layers: Any, wanted: Sequence[int]) -> Iterator[list[Tensor]]:
@@ -32,7 +43,7 @@ def capture(layers: Any, wanted: Sequence[int]) -> Iterator[list[Tensor]]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if first:
                 found.clear()
-            found.append(output[0] if isinstance(output, tuple) else output)
+            found.append(_states(output))
 
         return hook
 
@@ -54,6 +65,27 @@ class _Seeing(nn.Module):
     def forward(self, *args: Any, **settings: Any) -> Any:
         kind = self.kind or next(iter(self.intervals))
         return self.layer(*args, **{**settings, "attention_mask": self.intervals[kind]})
+
+
+def _given(states_nH: Tensor) -> Callable[..., Any]:
+    """A hook before a layer: these are its input, whatever the trunk hands it."""
+
+    def hook(layer: nn.Module, args: Any, settings: dict[str, Any]) -> Any:
+        if "hidden_states" in settings:
+            return args, {**settings, "hidden_states": states_nH[None]}
+        return (states_nH[None], *args[1:]), settings
+
+    return hook
+
+
+def _compared(other_nH: Tensor, apart: list[Tensor]) -> Callable[..., None]:
+    """A hook behind a layer that appends the mean relative difference of its output, [], to `apart`."""
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> None:
+        own = _states(output)[0].float()
+        apart.append(((other_nH.float() - own).norm(dim=-1) / own.norm(dim=-1)).mean())
+
+    return hook
 
 
 def check_finite(target: Target, features: Sequence[Tensor]) -> None:
@@ -102,15 +134,32 @@ class FeatureExtractor:
             self.compiled = self._cut(nn.ModuleList(compiled))
         return why
 
+    @torch.no_grad()
     def deviation(self, row: PackedRow) -> float:
-        """Mean relative difference between a packed row's features and those of its documents run one by one; of the
-        document where it is largest.  Rounding gives some 1e-6 in float32 and 2e-2 in bfloat16, a wrong mask 1."""
-        packed, worst = self.row(row), torch.zeros((), device=self.target.device)
-        for start, end in zip(row.starts, row.starts[1:], strict=False):
-            alone = self.document(put(row.tokens[start:end], self.target.device)).float()
-            apart = (packed[start:end].float() - alone).norm(dim=-1) / alone.norm(dim=-1)
-            worst = torch.maximum(worst, apart.mean())
-        return float(worst)
+        """By how much a compiled layer differs on a packed row from the uncompiled one on single documents, both given
+        the same input: the mean over a document's tokens of |difference| / |output|, of the worst layer and document;
+        NaN if any is.  How many layers there are does not count.
+
+        Measured on a CPU, small random models and SmolLM2-135M: at most 7e-7 in float32, 9e-3 in bfloat16, 0.12 with
+        8-bit products; 0.26 to 1.3 where documents see each other (SmolLM2 0.33, its first two layers
+        0.16).  Raises RuntimeError for a row without documents.
+        """
+        parts = [slice(start, min(end, start + CHECKED)) for start, end in itertools.pairwise(row.starts)]
+        kept: list[list[Tensor]] = []  # by layer, of each document [n, H]
+        with contextlib.ExitStack() as hooks:
+            for layer in self.compiled.layers:
+                keep = lambda _, args, output: kept.append([_states(output)[0, part].clone() for part in parts])
+                hooks.enter_context(layer.register_forward_hook(keep))
+            self.row(row)
+        tokens_T, apart = put(row.tokens, self.target.device), list[Tensor]()
+        for part, *outputs in zip(parts, *kept, strict=True):
+            with contextlib.ExitStack() as hooks:
+                for layer, before, output in zip(self.trunk.layers, [None, *outputs], outputs, strict=False):
+                    if before is not None:
+                        hooks.enter_context(layer.register_forward_pre_hook(_given(before), with_kwargs=True))
+                    hooks.enter_context(layer.register_forward_hook(_compared(output, apart)))
+                self.document(tokens_T[part])
+        return float(torch.stack(apart).max())
 
     @torch.no_grad()
     def document(self, tokens_T: Tensor) -> Tensor:
