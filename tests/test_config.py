@@ -129,6 +129,8 @@ def test_validators_name_the_key(overrides, said):
         (["drafter.layer_types=sliding", "drafter.sliding_window=64"], "drafter.layer_types", "sliding"),
         (["drafter.num_layers=2", "drafter.layer_types=[full, full]"], "drafter.layer_types", ("full", "full")),
         (["train.seed=0"], "train.seed", 0),
+        (["train.fp8=off"], "train.fp8", "off"),  # which YAML reads as a boolean
+        (["floor.action=off"], "floor.action", "off"),
     ],
 )
 def test_validators_let_the_boundary_through(overrides, key, value):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from draftsmith.errors import InputError
 
@@ -164,6 +164,8 @@ class LossConfig(Section):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Off = BeforeValidator(lambda value: "off" if value is False else value)
+"""To YAML 1.1 a bare off is a boolean."""
 
 
 class TrainConfig(Section):
@@ -187,7 +189,7 @@ class TrainConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     attention: Literal["auto", "sdpa", "flex", "triton"] = "auto"
     """auto: on a GPU our own kernels (triton) where they do such heads, else flex; sdpa on a CPU."""
-    fp8: Literal["off", "target", "drafter", "both"] = "off"
+    fp8: Annotated[Literal["off", "target", "drafter", "both"], Off] = "off"
     """Whose linear layers compute in 8 bits: needs a compiled run on a GPU of the Hopper generation or later."""
     features: Literal["online", "files"] = "online"
     """files: the target runs once over every document, its features are kept beside the store and read back."""
@@ -266,13 +268,8 @@ class FloorConfig(Section):
     """Of the last good run's rows per second: below it in two windows on end is a drop."""
     window_seconds: float = Field(120.0, gt=0)
     """Of training; shorter windows vary by nearly a factor of two on a healthy machine."""
-    action: Literal["off", "warn", "stop"] = "warn"
+    action: Annotated[Literal["off", "warn", "stop"], Off] = "warn"
     """What a drop does. stop: after a checkpoint, with exit code 3."""
-
-    @field_validator("action", mode="before")
-    @classmethod
-    def _yaml(cls, value: Any) -> Any:
-        return "off" if value is False else value  # to YAML 1.1 a bare off is a boolean
 
 
 class TrackingConfig(Section):
