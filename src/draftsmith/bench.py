@@ -186,8 +186,7 @@ class Bench:
 
         def both() -> None:
             (step.run(row, blocks, features).weighted / 1e4).backward()
-            for parameter in (*step.drafter.parameters(), *step.copies.values()):
-                parameter.grad = None
+            step.clear()
 
         out["backward_ms"] = timed(both, device, calls=calls) - out["forward_loss_ms"]
         out["optimizer_ms"] = whole - out["forward_loss_ms"] - out["backward_ms"]

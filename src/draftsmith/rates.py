@@ -181,8 +181,7 @@ def drafter_row(
 
     def run(row: PackedRow) -> None:
         if fresh:
-            for parameter in (*drafter.parameters(), *step.copies.values()):
-                parameter.grad = None
+            step.clear()
         fine = torch.isfinite(features).all()
         if device.type == "cpu":
             bool(fine)

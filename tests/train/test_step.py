@@ -15,7 +15,9 @@ from draftsmith.config import LossConfig, TrainConfig
 from draftsmith.drafter.loss import plain_loss
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.records import PackedRow
-from draftsmith.train.optim import make_optimizer
+from draftsmith.train import optim
+from draftsmith.train.dist import World
+from draftsmith.train.optim import OnePassAdamW, make_optimizer
 from draftsmith.train.step import Frozen, RowStep, by_slot
 
 ROWS = [random_row(1, most_anchors=2), random_row(2), random_row(3, most_anchors=5)]
@@ -34,16 +36,27 @@ class RandomFeatures:
         return torch.randn(len(row.tokens), 64, generator=generator)
 
 
-def make_step(kind: str = "decay", compute: torch.dtype = torch.float32, **train) -> RowStep:
+def make_drafter(**changes) -> DFlashDrafter:
+    drafter = DFlashDrafter(make_spec(layer_types=("full", "sliding"), sliding_window=9, **changes)).initialize(0)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    return drafter
+
+
+def make_step(
+    kind: str = "decay", compute: torch.dtype = torch.float32, drafter: DFlashDrafter | None = None,
+    world: World | None = None, **train,
+) -> RowStep:  # fmt: skip
     generator = torch.Generator().manual_seed(4)
-    spec = make_spec(layer_types=("full", "sliding"), sliding_window=9)
-    drafter = DFlashDrafter(spec).initialize(0)
+    drafter = drafter or make_drafter()
     if compute == torch.float64:
         drafter.double()
     frozen = Frozen(*(torch.randn(40, 32, generator=generator).to(compute) for _ in range(2)))
     return RowStep(
         drafter, frozen, RandomFeatures(), TrainConfig(steps=1, **train), LossConfig(kind=kind, chunk_rows=5),
-        attention="sdpa", compute_dtype=compute,
+        attention="sdpa", compute_dtype=compute, world=world,
     )  # fmt: skip
 
 
@@ -189,6 +202,64 @@ def test_bfloat16_compute_keeps_float32_masters_and_comes_close():
     assert float(others.weighted) == pytest.approx(float(sums.weighted), rel=0.02)
     flat = [torch.cat([g.flatten() for g in found.values()]) for found in (a, b)]
     assert float((flat[0] - flat[1]).norm() / flat[0].norm()) < 0.1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_working_copy_with_joined_projections_is_the_drafter_with_separate_ones(bias):
+    """Loss and masters' gradients over three rows, against a drafter whose own weights are bfloat16."""
+    step = make_step(compute=torch.bfloat16, drafter=make_drafter(attention_bias=bias), clip_norm=1e9)
+    separate = make_drafter(attention_bias=bias)
+    for name, parameter in separate.named_parameters():
+        if "norm" not in name:
+            parameter.data = parameter.data.bfloat16()
+    plain = make_step(compute=torch.bfloat16, drafter=separate, clip_norm=1e9)
+    assert plain.working is separate and not any("k_proj" in name for name, _ in step.working.named_parameters())
+    (a, sums), (b, others) = gradients(step, ROWS), gradients(plain, ROWS)
+    assert float(sums.weighted) == pytest.approx(float(others.weighted), rel=2e-3)
+    assert a.keys() == b.keys() and any(name.endswith("bias") for name in a) == bias
+    for name in a:
+        assert a[name].dtype == torch.float32
+        assert float((a[name] - b[name]).norm() / b[name].float().norm()) < 0.02, name
+
+
+def test_one_pass_adamw_gets_the_working_copys_gradients_or_their_sums(monkeypatch):
+    """One row: as they are.  Several drafters: collected.  Both are what torch's optimizers get."""
+    expected, _ = gradients(make_step(compute=torch.bfloat16, clip_norm=1e9), ROWS[:1])
+    for world, dtype in ((World(), torch.bfloat16), (World(drafters=2), torch.float32)):
+        step = make_step(compute=torch.bfloat16, world=world)
+        seen: dict[Tensor, Tensor] = {}
+        monkeypatch.setattr(OnePassAdamW, "update", lambda self, found, copies, factor, seen=seen: seen.update(found))
+        step.step(0, ROWS[:1], make_optimizer(step.drafter, step.train, one_pass=True), 1.0)
+        assert len(seen) == len(expected)
+        for name, master in step.drafter.named_parameters():
+            assert torch.equal(seen[master].float(), expected[name]), name
+            assert seen[master].dtype == (dtype if master in step.copies else torch.float32)
+        assert all(p.grad is None for p in (*step.drafter.parameters(), *step.working.parameters()))
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_every_row_of_the_working_copy_is_its_rounded_master(monkeypatch, one_pass):
+    """After optimizer steps of one row and of several, and after a refresh."""
+    monkeypatch.setattr(optim, "_adamw", optim.adamw)  # the formula; compiled it is the same function
+    step = make_step(compute=torch.bfloat16, drafter=make_drafter(attention_bias=True))
+    optimizer = make_optimizer(step.drafter, step.train, one_pass=one_pass)
+    joined = {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    def check() -> None:
+        for name, value in step.working.named_parameters():
+            *path, module, kind = name.split(".")
+            masters = [step.drafter.get_parameter(".".join([*path, m, kind])) for m in joined.get(module, (module,))]
+            assert torch.equal(value, torch.cat(masters).to(value.dtype)), name
+
+    check()
+    for number, rows in enumerate((ROWS[:1], ROWS)):
+        before = [p.detach().clone() for p in step.working.parameters()]
+        step.step(number, rows, optimizer, 1e-2)
+        check()
+        assert not any(torch.equal(p, q) for p, q in zip(step.working.parameters(), before, strict=True))
+    step.drafter.load_state_dict(make_drafter(attention_bias=True).state_dict())
+    step.refresh()
+    check()
 
 
 def test_heldout_is_the_loss_of_the_rows_together():

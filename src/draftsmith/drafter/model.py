@@ -62,13 +62,16 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, fused: bool = False) -> None:
         super().__init__()
         h, d, bias = spec.hidden_size, spec.head_dim, spec.attention_bias
-        self.head_dim = d
+        self.head_dim, self.fused = d, fused
         self.q_proj = Linear(h, spec.num_heads * d, bias=bias)
-        self.k_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
-        self.v_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
+        if fused:
+            self.kv_proj = Linear(h, 2 * spec.num_kv_heads * d, bias=bias)
+        else:
+            self.k_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
+            self.v_proj = Linear(h, spec.num_kv_heads * d, bias=bias)
         self.o_proj = Linear(spec.num_heads * d, h, bias=bias)
         self.q_norm = RMSNorm(d, spec.rms_norm_eps)
         self.k_norm = RMSNorm(d, spec.rms_norm_eps)
@@ -76,9 +79,10 @@ class Attention(nn.Module):
     def _heads(self, x_n: Tensor) -> Tensor:
         return x_n.unflatten(1, (x_n.shape[1] // self.head_dim, self.head_dim)).transpose(0, 1)
 
-    def key_value(self, x_nH: Tensor, tables: Tables) -> KeyValue:
-        """Keys and values of context tokens; block tokens go through the same projections, k_norm and RoPE."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x_nH))), tables), self._heads(self.v_proj(x_nH))
+    def key_value(self, x_nH: Tensor, tables: Tables, compact: Blocks | None = None) -> KeyValue:
+        """Keys and values of context tokens, and of block tokens: the same projections, k_norm and RoPE."""
+        k, v = self.kv_proj(x_nH).chunk(2, dim=1) if self.fused else (self.k_proj(x_nH), self.v_proj(x_nH))
+        return rotate(self.k_norm(self._heads(spread(k, compact))), tables), self._heads(spread(v, compact))
 
     def forward(
         self, x_nH: Tensor, context: KeyValue, tables: Tables, mask: Mask, compact: Blocks | None,
@@ -86,29 +90,33 @@ class Attention(nn.Module):
     ) -> Tensor:  # fmt: skip
         q_NQD = self.q_norm(self._heads(trained(spread(self.q_proj(x_nH), compact), last)))
         q_NQD = rotate(q_NQD, (trained(tables[0], last), trained(tables[1], last)))
-        k_MPD = rotate(self.k_norm(self._heads(spread(self.k_proj(x_nH), compact))), tables)
-        v_MPD = self._heads(spread(self.v_proj(x_nH), compact))
+        k_MPD, v_MPD = self.key_value(x_nH, tables, compact)
         k_MSD, v_MSD = torch.cat([context[0], k_MPD], dim=1), torch.cat([context[1], v_MPD], dim=1)
         out_NQD = attend(q_NQD, k_MSD, v_MSD, mask)
         return self.o_proj(out_NQD.transpose(0, 1).flatten(1))
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, fused: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.fused = fused
+        if fused:
+            self.gate_up_proj = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=False)
+        else:
+            self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+            self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x_QH: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_QH)) * self.up_proj(x_QH))
+        gate, up = self.gate_up_proj(x_QH).chunk(2, dim=1) if self.fused else (self.gate_proj(x_QH), self.up_proj(x_QH))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
-    def __init__(self, spec: DrafterSpec) -> None:
+    def __init__(self, spec: DrafterSpec, fused: bool = False) -> None:
         super().__init__()
-        self.self_attn = Attention(spec)
-        self.mlp = MLP(spec)
+        self.self_attn = Attention(spec, fused)
+        self.mlp = MLP(spec, fused)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
@@ -126,12 +134,15 @@ class Layer(nn.Module):
 
 
 class DFlashDrafter(nn.Module):
-    """58 tensors for five layers.  The embedding and the head are the target's and are not in here."""
+    """58 tensors for five layers.  The embedding and the head are the target's and are not in here.
 
-    def __init__(self, spec: DrafterSpec) -> None:
+    fused: as `working_copy` makes it, with the projections of FUSED as one.
+    """
+
+    def __init__(self, spec: DrafterSpec, fused: bool = False) -> None:
         super().__init__()
         self.spec = spec
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(Layer(spec, fused) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.fc = Linear(len(spec.feature_layers) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -204,17 +215,37 @@ def trained(x_PC: Tensor, blocks: Blocks | None) -> Tensor:
     return x_PC if blocks is None else x_PC.unflatten(0, blocks)[:, 1:].flatten(0, 1)
 
 
-def working_copy(drafter: DFlashDrafter, dtype: torch.dtype) -> DFlashDrafter:
-    """The drafter that computes in `dtype` for float32 masters: matrices and biases are copies, norms are shared, since
-    they compute in float32 anyway."""
+FUSED = {"kv_proj": ("k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections of a working copy that hold the rows of two, which read the same input: one product instead of two."""
+
+Parts = dict[nn.Parameter, tuple[nn.Parameter, slice]]
+"""Master -> the parameter of the working copy that holds it, and in which rows."""
+
+
+def working_copy(drafter: DFlashDrafter, dtype: torch.dtype) -> tuple[DFlashDrafter, Parts]:
+    """The drafter that computes in `dtype` for float32 masters: matrices and biases are copies, those of FUSED joined;
+    norms are shared, since they compute in float32 anyway, and are not among the parts.  In the masters' own dtype it
+    is the drafter itself, without parts."""
+    if next(drafter.parameters()).dtype == dtype:
+        return drafter, {}
     with torch.device("meta"):
-        working = DFlashDrafter(drafter.spec)
+        working = DFlashDrafter(drafter.spec, fused=True)
+    parts: Parts = {}
     for path, module in working.named_modules():
+        parent, _, last = path.rpartition(".")
         for name in [n for n, p in module._parameters.items() if p is not None]:
-            master = drafter.get_parameter(f"{path}.{name}" if path else name)
-            shared = isinstance(module, RMSNorm)
-            module._parameters[name] = master if shared else nn.Parameter(master.detach().to(dtype))
-    return working
+            sources = [f"{parent}.{source}.{name}".lstrip(".") for source in FUSED.get(last, (last,))]
+            masters = [drafter.get_parameter(source) for source in sources]
+            if isinstance(module, RMSNorm):
+                (module._parameters[name],) = masters
+                continue
+            copy = nn.Parameter(torch.cat([master.detach().to(dtype) for master in masters]))
+            module._parameters[name] = copy
+            end = 0
+            for master in masters:
+                begin, end = end, end + len(master)
+                parts[master] = copy, slice(begin, end)
+    return working, parts
 
 
 def embed(tokens_n: Tensor, embedding_VH: Tensor, spec: DrafterSpec) -> Tensor:

@@ -245,8 +245,7 @@ class Compiler:
     def _drafter(self, step: RowStep, row: PackedRow, features: Tensor) -> None:
         sums = step.run(row, step.blocks(row), features)
         (sums.weighted * 0.0).backward()
-        for parameter in (*step.drafter.parameters(), *step.copies.values()):
-            parameter.grad = None
+        step.clear()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

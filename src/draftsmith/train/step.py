@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.config import LossConfig, TrainConfig
 from draftsmith.drafter.attention import build_masks, one_graph, put_all
@@ -65,13 +65,8 @@ class RowStep:
     ) -> None:  # fmt: skip
         self.drafter, self.frozen, self.source = drafter, frozen, source
         self.compiled = compiled
-        masters = next(drafter.parameters()).dtype
-        self.working = drafter if compute_dtype == masters else working_copy(drafter, compute_dtype)
-        self.copies = {
-            master: copy
-            for master, copy in zip(drafter.parameters(), self.working.parameters(), strict=True)
-            if copy is not master
-        }
+        self.working, self.parts = working_copy(drafter, compute_dtype)
+        self.copies = {master: copy.detach()[rows] for master, (copy, rows) in self.parts.items()}
         trunk = with_linear(self.working, TrainedLinear) if train.fp8 in ("drafter", "both") else self.working
         self.trunk: Callable[..., Tensor] = one_graph(trunk) if compiled else trunk
         self.chunk = pick_chunk(loss.softmax, drafter.spec, frozen.head.device, compute_dtype, compiled)
@@ -103,11 +98,24 @@ class RowStep:
     @torch.no_grad()
     def collect(self) -> None:
         """Add the working copy's gradients to those of the float32 masters."""
-        for master, copy in self.copies.items():
+        for master, (copy, rows) in self.parts.items():
             if copy.grad is not None:
-                wide = copy.grad.to(master.dtype)
+                wide = copy.grad[rows].to(master.dtype)
                 master.grad = wide if master.grad is None else master.grad.add_(wide)
-                copy.grad = None
+                if rows.stop == len(copy):  # freed as soon as its last master has it
+                    copy.grad = None
+
+    def gradient(self, master: nn.Parameter) -> Tensor | None:
+        """The sum that `collect` made, else what is in the working copy, a view in its dtype."""
+        if master.grad is not None or master not in self.parts:
+            return master.grad
+        copy, rows = self.parts[master]
+        return None if copy.grad is None else copy.grad[rows]
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for parameter in (*self.drafter.parameters(), *self.working.parameters()):
+            parameter.grad = None
 
     def run(self, row: PackedRow, blocks: BlockBatch, features_TK: Tensor) -> LossSums:
         """Loss sums of one row with at least one anchor."""
@@ -195,8 +203,7 @@ class RowStep:
         if used:
             self.world.sum_gradients(parameters)
         if one_pass is not None:
-            gradients = {p: self.copies[p].grad if p.grad is None and p in self.copies else p.grad for p in parameters}
-            found = {p: grad for p, grad in gradients.items() if grad is not None}
+            found = {p: grad for p in parameters if (grad := self.gradient(p)) is not None}
             norm, factor = clip_factor(list(found.values()), self.train.clip_norm, self.device)
             if used:
                 one_pass.update(found, self.copies, factor)
@@ -205,8 +212,7 @@ class RowStep:
             if used:
                 optimizer.step()
                 self.refresh()
-        for parameter in (*parameters, *self.copies.values()):
-            parameter.grad = None
+        self.clear()
         return norm
 
     def heldout(self, rows: Sequence[PackedRow], source: FeatureSource) -> dict[str, Any]:
