@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafter.attention import Mask, attend
+from draftsmith.drafter.intervals import Intervals
 from draftsmith.records import DrafterSpec
 
 KeyValue = tuple[Tensor, Tensor]
@@ -79,18 +80,30 @@ class Attention(nn.Module):
     def _heads(self, x_n: Tensor) -> Tensor:
         return x_n.unflatten(1, (x_n.shape[1] // self.head_dim, self.head_dim)).transpose(0, 1)
 
-    def key_value(self, x_nH: Tensor, tables: Tables, compact: Blocks | None = None) -> KeyValue:
+    def _turned(self, x_nC: Tensor, norm: RMSNorm, tables: Tables, ours: bool) -> Tensor:
+        """Its heads, normed and rotated, [C / D, n, D].  ours: by our own kernel."""
+        if ours:
+            from draftsmith.drafter import row_kernels
+
+            return row_kernels.norm_rotate(x_nC, norm.weight, *tables, norm.eps)
+        return rotate(norm(self._heads(x_nC)), tables)
+
+    def key_value(self, x_nH: Tensor, tables: Tables, compact: Blocks | None = None, ours: bool = False) -> KeyValue:
         """Keys and values of context tokens, and of block tokens: the same projections, k_norm and RoPE."""
         k, v = self.kv_proj(x_nH).chunk(2, dim=1) if self.fused else (self.k_proj(x_nH), self.v_proj(x_nH))
-        return rotate(self.k_norm(self._heads(spread(k, compact))), tables), self._heads(spread(v, compact))
+        return self._turned(spread(k, compact), self.k_norm, tables, ours), self._heads(spread(v, compact))
 
     def forward(
         self, x_nH: Tensor, context: KeyValue, tables: Tables, mask: Mask, compact: Blocks | None,
         last: Blocks | None,
     ) -> Tensor:  # fmt: skip
-        q_NQD = self.q_norm(self._heads(trained(spread(self.q_proj(x_nH), compact), last)))
-        q_NQD = rotate(q_NQD, (trained(tables[0], last), trained(tables[1], last)))
-        k_MPD, v_MPD = self.key_value(x_nH, tables, compact)
+        ours = isinstance(mask, Intervals)
+        if compact is None:
+            q_QC = self.q_proj(trained(x_nH, last))
+        else:
+            q_QC = trained(spread(self.q_proj(x_nH), compact), last)
+        q_NQD = self._turned(q_QC, self.q_norm, (trained(tables[0], last), trained(tables[1], last)), ours)
+        k_MPD, v_MPD = self.key_value(x_nH, tables, compact, ours)
         k_MSD, v_MSD = torch.cat([context[0], k_MPD], dim=1), torch.cat([context[1], v_MPD], dim=1)
         out_NQD = attend(q_NQD, k_MSD, v_MSD, mask)
         return self.o_proj(out_NQD.transpose(0, 1).flatten(1))
@@ -107,7 +120,11 @@ class MLP(nn.Module):
             self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
-    def forward(self, x_QH: Tensor) -> Tensor:
+    def forward(self, x_QH: Tensor, ours: bool = False) -> Tensor:
+        if ours and self.fused:
+            from draftsmith.drafter import row_kernels
+
+            return self.down_proj(row_kernels.silu_mul(self.gate_up_proj(x_QH)))
         gate, up = self.gate_up_proj(x_QH).chunk(2, dim=1) if self.fused else (self.gate_proj(x_QH), self.up_proj(x_QH))
         return self.down_proj(F.silu(gate) * up)
 
@@ -126,11 +143,11 @@ class Layer(nn.Module):
     ) -> Tensor:  # fmt: skip
         attended_QH = self.self_attn(self.input_layernorm(x_nH), context, tables, mask, compact, last)
         x_QH = trained(spread(x_nH, compact), last) + attended_QH
-        return x_QH + self.mlp(self.post_attention_layernorm(x_QH))
+        return x_QH + self.mlp(self.post_attention_layernorm(x_QH), isinstance(mask, Intervals))
 
-    def key_value(self, context_TH: Tensor, tables: Tables) -> KeyValue:
+    def key_value(self, context_TH: Tensor, tables: Tables, ours: bool) -> KeyValue:
         """Context has no input norm of its own: hidden_norm has been applied once for all layers."""
-        return self.self_attn.key_value(context_TH, tables)
+        return self.self_attn.key_value(context_TH, tables, ours=ours)
 
 
 class DFlashDrafter(nn.Module):
@@ -166,11 +183,11 @@ class DFlashDrafter(nn.Module):
             return positions_n
         return rotary_tables(positions_n, self.spec.head_dim, self.spec.rope_theta)
 
-    def context(self, features_TK: Tensor, positions_T: Tensor | Tables) -> list[KeyValue]:
-        """Keys and values of context tokens for every layer.  features_TK: [T, K*H]."""
+    def context(self, features_TK: Tensor, positions_T: Tensor | Tables, ours: bool = False) -> list[KeyValue]:
+        """Keys and values of context tokens for every layer.  features_TK: [T, K*H].  ours: by our own kernels."""
         context_TH = self.hidden_norm(self.fc(features_TK))
         tables = self.tables(positions_T)
-        return [cast(Layer, layer).key_value(context_TH, tables) for layer in self.layers]
+        return [cast(Layer, layer).key_value(context_TH, tables, ours) for layer in self.layers]
 
     def blocks(
         self, x_nH: Tensor, positions_P: Tensor | Tables, context: Sequence[KeyValue], masks: Sequence[Mask],
@@ -198,7 +215,8 @@ class DFlashDrafter(nn.Module):
         masks: Sequence[Mask],
         blocks: Blocks | None = None,
     ) -> Tensor:
-        return self.blocks(x_nH, positions_P, self.context(features_TK, positions_T), masks, blocks)
+        ours = isinstance(masks[0], Intervals)
+        return self.blocks(x_nH, positions_P, self.context(features_TK, positions_T, ours), masks, blocks)
 
 
 def spread(x_nC: Tensor, blocks: Blocks | None) -> Tensor:

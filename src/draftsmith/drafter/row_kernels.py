@@ -1,5 +1,5 @@
-"""Triton kernels for a GPU that work row by row, each as fast as memory gives the rows: norm and rotation of heads, the
-softmax of the loss together with its gradient, sums of squares.
+"""Triton kernels for a GPU that work row by row, as fast as memory gives the rows: norm and rotation of heads, silu of
+one half times the other, the softmax of the loss together with its gradient, sums of squares.
 
 Suffixes: P tokens, C columns of all heads, D head size, R rows of a chunk, V vocabulary; in the kernels B rows or
 elements of a tile, H half of a head.
@@ -19,6 +19,7 @@ from draftsmith.drafter.kernels import LOG2_E, strides
 
 ROTATE_TILE, ROTATE_PROGRAMS = 32, 1056
 """Heads that are normed and rotated at a time; programs of the backward pass, each with a sum of its own."""
+SILU_TILE = 1024
 SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 32
 SQUARES_TILE, SQUARES_PROGRAMS = 8192, 528
 
@@ -78,6 +79,46 @@ def _differentiate_norm_rotate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, .
 
 
 _norm_rotate.register_autograd(_differentiate_norm_rotate, setup_context=_remember_norm_rotate)
+
+
+def silu_mul(gate_up_P2I: Tensor) -> Tensor:
+    """silu of the first half of each row times the second, [P, I], differentiable: its gradient is one tensor too."""
+    return torch.ops.draftsmith.silu_mul(gate_up_P2I)
+
+
+@torch.library.custom_op("draftsmith::silu_mul", mutates_args=())
+def _silu_mul(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _silu_mul_kernel[len(x), triton.cdiv(out.shape[1], SILU_TILE)](x, out, out.shape[1], B=SILU_TILE)
+    return out
+
+
+@torch.library.custom_op("draftsmith::silu_mul_backward", mutates_args=())
+def _silu_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    width = grad.shape[1]
+    _silu_mul_gradient_kernel[len(x), triton.cdiv(width, SILU_TILE)](grad, x, out, width, B=SILU_TILE)
+    return out
+
+
+@_silu_mul.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@_silu_mul_backward.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _differentiate_silu_mul(ctx: Any, grad: Tensor) -> Tensor:
+    result: Tensor = torch.ops.draftsmith.silu_mul_backward(grad.contiguous(), *ctx.saved_tensors)
+    return result
+
+
+_silu_mul.register_autograd(
+    _differentiate_silu_mul, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 def softmax_gradient(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,6 +190,30 @@ def _norm_rotate_gradient_kernel(grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, 
     parts_ptr += tl.program_id(0) * 2 * H
     tl.store(parts_ptr + at, part_a)
     tl.store(parts_ptr + H + at, part_b)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, width, B: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    x_ptr += row * 2 * width + at
+    gate = tl.load(x_ptr, mask=at < width, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + width, mask=at < width, other=0.0).to(tl.float32)
+    out_ptr += row * width + at
+    tl.store(out_ptr, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _silu_mul_gradient_kernel(grad_ptr, x_ptr, out_ptr, width, B: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    x_ptr += row * 2 * width + at
+    out_ptr += row * 2 * width + at
+    gate = tl.load(x_ptr, mask=at < width, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + width, mask=at < width, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    grad_gate = grad * up * share * (1.0 + gate * (1.0 - share))
+    tl.store(out_ptr, grad_gate.to(out_ptr.dtype.element_ty), mask=at < width)
+    tl.store(out_ptr + width, (grad * gate * share).to(out_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
