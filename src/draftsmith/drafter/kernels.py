@@ -18,11 +18,9 @@ from torch import Tensor
 from draftsmith.drafter.intervals import TILE, Intervals
 
 WARPS, STAGES = 4, 3
-QUERY_GRADIENT_STAGES, KEY_GRADIENT_STAGES = 2, 3
-KEY_GRADIENT_QUERIES = 32
-"""How many queries the gradient of a tile of keys takes at a time: both its sums stay in registers."""
-HEADS_TOGETHER = 2
-"""Heads of a group whose gradients of keys are summed in one program: all would make the first keys' the longest."""
+QUERY_GRADIENT_STAGES, KEY_GRADIENT_STAGES = 2, 2
+KEY_GRADIENT_QUERIES = 64
+"""How many queries the gradient of a tile of keys takes at a time."""
 LOG2_E = 1.4426950408889634
 
 
@@ -51,26 +49,21 @@ def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sees: Tensor, query_tiles: Tensor,
     key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, and of k and v by query head or by a few of them, [N / together, S, D]."""
+    """Gradients of q, and of k and v by query head, [N, S, D]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
-    together = _together(heads // groups)
     grad_q, inner = _empty_out(q), torch.empty_like(sums)
-    grad_k, grad_v = (q.new_empty(heads // together, keys, size) for _ in range(2))
+    grad_k, grad_v = (q.new_empty(heads, keys, size) for _ in range(2))
     numbers = queries, keys, scale * LOG2_E, scale
     settings: dict[str, Any] = {"HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS}
     _query_gradient_kernel[heads, len(query_tiles)](
         q, k, v, out, grad, sums, inner, grad_q, sees, query_tiles, *numbers, *strides(q, k, v, out, grad, grad_q),
         num_stages=QUERY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
-    _key_gradient_kernel[heads // together, len(key_tiles)](
+    _key_gradient_kernel[heads, len(key_tiles)](
         q, k, v, grad, sums, inner, grad_k, grad_v, sees, key_tiles, *numbers, *strides(q, k, v, grad, grad_k),
-        TOGETHER=together, STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
+        STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
-
-
-def _together(group: int) -> int:
-    return HEADS_TOGETHER if group % HEADS_TOGETHER == 0 else 1
 
 
 def _empty_out(q: Tensor) -> Tensor:
@@ -97,7 +90,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sees: Tensor, query_tiles: Tensor,
     key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = q.shape[0] // _together(q.shape[0] // k.shape[0]), k.shape[1], q.shape[2]
+    shape = q.shape[0], k.shape[1], q.shape[2]
     return _empty_out(q), q.new_empty(shape), q.new_empty(shape)
 
 
@@ -252,40 +245,35 @@ def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo
 def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, inner_ptr, grad_k_ptr, grad_v_ptr, sees_ptr,
                          tiles_ptr, queries, keys, scale, plain_scale,
                          q_head, q_row, k_head, k_row, v_head, v_row, grad_head, grad_row, out_head, out_row,
-                         HEADS: tl.constexpr, TOGETHER: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr,
-                         D: tl.constexpr):  # fmt: skip
-    part, tile = tl.program_id(0), tl.program_id(1)  # the first keys are seen by most queries
+                         HEADS: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    head, tile = tl.program_id(0), tl.program_id(1)  # the first keys are seen by most queries
     n, d = tile * B + tl.arange(0, B), tl.arange(0, D)
     there = n < keys
-    group = part * TOGETHER // HEADS
+    group = head // HEADS
     k = tl.load(k_ptr + group * k_head + n[:, None] * k_row + d[None, :], mask=there[:, None], other=0.0)
     v = tl.load(v_ptr + group * v_head + n[:, None] * v_row + d[None, :], mask=there[:, None], other=0.0)
+    q_ptr += head * q_head
+    grad_ptr += head * grad_head
+    sums_ptr += head * queries
+    inner_ptr += head * queries
     tiles_ptr += tile * 6
     c0, f0, f1, c1 = tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
-    o0, o1 = tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5)
+    lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
     gk, gv = tl.zeros([B, D], tl.float32), tl.zeros([B, D], tl.float32)
-    for head in range(part * TOGETHER, part * TOGETHER + TOGETHER):
-        q_h, grad_h, sums_h, inner_h = (
-            q_ptr + head * q_head,
-            grad_ptr + head * grad_head,
-            sums_ptr + head * queries,
-            inner_ptr + head * queries,
-        )
-        lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
-        for first in range(c0, f0, STEP):
-            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
-                                   q_row, grad_row, scale, True, STEP, D)  # fmt: skip
-        for first in range(f0, f1, STEP):
-            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
-                                   q_row, grad_row, scale, False, STEP, D)  # fmt: skip
-        for first in range(f1, c1, STEP):
-            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
-                                   q_row, grad_row, scale, True, STEP, D)  # fmt: skip
-        lo_ptr, hi_ptr = sees_ptr + 2 * queries, sees_ptr + 3 * queries
-        for first in range(o0, o1, STEP):
-            gk, gv = _key_gradient(gk, gv, k, v, q_h, grad_h, sums_h, inner_h, lo_ptr, hi_ptr, first, n, queries,
-                                   q_row, grad_row, scale, True, STEP, D)  # fmt: skip
-    grad_k_ptr += part * out_head + n[:, None] * out_row + d[None, :]
-    grad_v_ptr += part * out_head + n[:, None] * out_row + d[None, :]
+    for first in range(c0, f0, STEP):
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+    for first in range(f0, f1, STEP):
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               q_row, grad_row, scale, False, STEP, D)  # fmt: skip
+    for first in range(f1, c1, STEP):
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+    lo_ptr, hi_ptr = sees_ptr + 2 * queries, sees_ptr + 3 * queries
+    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), STEP):
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+    grad_k_ptr += head * out_head + n[:, None] * out_row + d[None, :]
+    grad_v_ptr += head * out_head + n[:, None] * out_row + d[None, :]
     tl.store(grad_k_ptr, (gk * plain_scale).to(k.dtype), mask=there[:, None])
     tl.store(grad_v_ptr, gv.to(k.dtype), mask=there[:, None])

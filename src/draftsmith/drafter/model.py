@@ -142,8 +142,9 @@ class Layer(nn.Module):
         compact: Blocks | None = None, last: Blocks | None = None,
     ) -> Tensor:  # fmt: skip
         attended_QH = self.self_attn(self.input_layernorm(x_nH), context, tables, mask, compact, last)
-        x_QH = trained(spread(x_nH, compact), last) + attended_QH
-        return x_QH + self.mlp(self.post_attention_layernorm(x_QH), isinstance(mask, Intervals))
+        ours = isinstance(mask, Intervals)
+        x_QH = plus(trained(spread(x_nH, compact), last), attended_QH, ours)
+        return plus(x_QH, self.mlp(self.post_attention_layernorm(x_QH), ours), ours)
 
     def key_value(self, context_TH: Tensor, tables: Tables, ours: bool) -> KeyValue:
         """Context has no input norm of its own: hidden_norm has been applied once for all layers."""
@@ -226,6 +227,12 @@ def spread(x_nC: Tensor, blocks: Blocks | None) -> Tensor:
     anchors, size = blocks
     rest = x_nC[anchors].expand(anchors, size - 1, x_nC.shape[1])
     return torch.cat([x_nC[:anchors, None], rest], dim=1).flatten(0, 1)
+
+
+def plus(x: Tensor, product: Tensor, ours: bool) -> Tensor:
+    """Their sum.  ours: by way of float32, which rounds alike; inductor then adds in the norm that follows, and not in
+    the matrix product, before which it would copy x."""
+    return (x.float() + product.float()).to(x.dtype) if ours else x + product
 
 
 def trained(x_PC: Tensor, blocks: Blocks | None) -> Tensor:

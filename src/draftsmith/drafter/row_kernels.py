@@ -17,11 +17,11 @@ from torch import Tensor
 
 from draftsmith.drafter.kernels import LOG2_E, strides
 
-ROTATE_TILE, ROTATE_PROGRAMS = 32, 1056
+ROTATE_TILE, ROTATE_PROGRAMS = 32, 528
 """Heads that are normed and rotated at a time; programs of the backward pass, each with a sum of its own."""
-SILU_TILE = 1024
+SILU_TILE = 2048
 SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 32
-SQUARES_TILE, SQUARES_PROGRAMS = 8192, 528
+SQUARES_TILE, SQUARES_PROGRAMS = 4096, 1056
 
 
 def norm_rotate(x_PC: Tensor, weight_D: Tensor, cos_PD: Tensor, sin_PD: Tensor, eps: float) -> Tensor:
@@ -133,8 +133,11 @@ def softmax_gradient(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tenso
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
     """Root of the sum of squares of all elements, 0-dim float32.  The tensors are contiguous."""
-    sums = torch.empty(len(tensors), SQUARES_PROGRAMS, device=tensors[0].device)
-    for x, out in zip(tensors, sums, strict=True):
+    large = [x for x in tensors if x.numel() > SQUARES_TILE]
+    small = [x.reshape(-1).float() for x in tensors if x.numel() <= SQUARES_TILE]
+    every = [*large, torch.cat(small)] if small else large
+    sums = torch.empty(len(every), SQUARES_PROGRAMS, device=every[0].device)
+    for x, out in zip(every, sums, strict=True):
         _squares_kernel[SQUARES_PROGRAMS,](x, out, x.numel(), B=SQUARES_TILE, num_warps=8)
     return sums.sum().sqrt()
 
@@ -221,7 +224,8 @@ def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab,
     """One row a program, read from memory once and, while few rows are under way, from the cache once more.
 
     Exponentials count from the largest of the first tile, so that no iteration waits for a maximum; where that is far
-    below the row's they are summed again from that one.  Every lane keeps the first place of its own maximum.
+    below the row's they are summed again from that one.  Every lane keeps the first place of its own maximum.  Two
+    tiles at a time: enough is on its way from memory.
     """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * vocab
@@ -231,12 +235,15 @@ def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab,
     top = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     base = tl.max(top, 0)
     total = tl.exp2((top - base) * log2_e)
-    for first in range(B, vocab, B):
-        v = first + tl.arange(0, B)
+    for first in range(B, vocab, 2 * B):
+        v, w = first + tl.arange(0, B), first + B + tl.arange(0, B)
         x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        total += tl.exp2((x - base) * log2_e)
+        y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        total += tl.exp2((x - base) * log2_e) + tl.exp2((y - base) * log2_e)
         at = tl.where(x > top, v, at)
         top = tl.maximum(top, x)
+        at = tl.where(y > top, w, at)
+        top = tl.maximum(top, y)
     whole, best = tl.sum(total, 0), tl.max(top, 0)
     if whole > 1e30:
         base = best
@@ -247,12 +254,13 @@ def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab,
             total += tl.exp2((x - base) * log2_e)
         whole = tl.sum(total, 0)
     share = 1.0 / whole
-    for first in range(0, vocab, B):
-        v = first + tl.arange(0, B)
+    for first in range(0, vocab, 2 * B):
+        v, w = first + tl.arange(0, B), first + B + tl.arange(0, B)
         x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        p = tl.exp2((x - base) * log2_e) * share
-        p = tl.where(v == label, p - 1.0, p)
-        tl.store(logits_ptr + v, p.to(logits_ptr.dtype.element_ty), mask=v < vocab)
+        y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+        p, r = tl.exp2((x - base) * log2_e) * share, tl.exp2((y - base) * log2_e) * share
+        tl.store(logits_ptr + v, tl.where(v == label, p - 1.0, p).to(logits_ptr.dtype.element_ty), mask=v < vocab)
+        tl.store(logits_ptr + w, tl.where(w == label, r - 1.0, r).to(logits_ptr.dtype.element_ty), mask=w < vocab)
     tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
     first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
     tl.store(correct_ptr + row, (first_of_equals == label).to(tl.float32))
