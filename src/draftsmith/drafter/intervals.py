@@ -55,8 +55,9 @@ def _by_tile(lo: np.ndarray, hi: np.ndarray, own_lo: np.ndarray, own_hi: np.ndar
         return np.asarray(how(padded.reshape(-1, TILE), axis=1))
 
     low, high = np.where(hi > lo, lo, FAR), np.where(hi > lo, hi, 0)  # a query may see no context
+    # a tile that is not full of queries sees nothing wholly: without the rule the kernels do not ask who is there
     return _Tiles(
-        reduced(low, np.min, FAR), reduced(high, np.max, 0), reduced(low, np.max, 0), reduced(high, np.min, FAR),
+        reduced(low, np.min, FAR), reduced(high, np.max, 0), reduced(low, np.max, FAR), reduced(high, np.min, 0),
         reduced(own_lo, np.min, FAR), reduced(own_hi, np.max, 0),
     )  # fmt: skip
 

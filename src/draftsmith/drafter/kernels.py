@@ -51,16 +51,16 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, and of k and v by query head, [N, S, D]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
-    grad_q, inner = _empty_out(q), torch.empty_like(sums)
+    grad_q, of_query = _empty_out(q), q.new_empty(heads, queries, 2, dtype=torch.float32)
     grad_k, grad_v = (q.new_empty(heads, keys, size) for _ in range(2))
     numbers = queries, keys, scale * LOG2_E, scale
     settings: dict[str, Any] = {"HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS}
     _query_gradient_kernel[heads, len(query_tiles)](
-        q, k, v, out, grad, sums, inner, grad_q, sees, query_tiles, *numbers, *strides(q, k, v, out, grad, grad_q),
+        q, k, v, out, grad, sums, of_query, grad_q, sees, query_tiles, *numbers, *strides(q, k, v, out, grad, grad_q),
         num_stages=QUERY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     _key_gradient_kernel[heads, len(key_tiles)](
-        q, k, v, grad, sums, inner, grad_k, grad_v, sees, key_tiles, *numbers, *strides(q, k, v, grad, grad_k),
+        q, k, v, grad, of_query, grad_k, grad_v, sees, key_tiles, *numbers, *strides(q, k, v, grad_k),
         STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
@@ -102,8 +102,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _differentiate(ctx: Any, grad: Tensor, unused: None) -> tuple[Tensor | None, ...]:
     q, k, v, *mask, out, sums = ctx.saved_tensors
-    if grad.stride(2) != 1:
-        grad = grad.contiguous()
+    if grad.stride() != q.stride():
+        grad = torch.empty_like(q).copy_(grad)
     grad_q, *parts = torch.ops.draftsmith.attend_backward(q, k, v, out, grad, sums, *mask, ctx.scale)
     grad_k, grad_v = (x.unflatten(0, (k.shape[0], -1)).sum(1) for x in parts)
     return grad_q, grad_k, grad_v, *(None,) * 4
@@ -179,11 +179,12 @@ def _query_gradient(acc, q, grad, sums, inner, k_ptr, v_ptr, first, keys, lo, hi
 
 
 @triton.jit
-def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, inner_ptr, grad_q_ptr, sees_ptr,
+def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, of_query_ptr, grad_q_ptr, sees_ptr,
                            tiles_ptr, queries, keys, scale, plain_scale, q_head, q_row, k_head, k_row, v_head, v_row,
                            out_head, out_row, grad_head, grad_row, grad_q_head, grad_q_row,
                            HEADS: tl.constexpr, B: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Leaves each query's sum of output * gradient in inner, float32 [N, Q]: the gradient of keys reads it."""
+    """Leaves in of_query, float32 [N, Q, 2], what the gradient of keys needs of a query: log2 of its sum of
+    exponentials, and its sum of output * gradient."""
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     m, d = tile * B + tl.arange(0, B), tl.arange(0, D)
     there = m < queries
@@ -192,7 +193,9 @@ def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, inn
     sums = tl.load(sums_ptr + head * queries + m, mask=there, other=0.0)
     out = tl.load(out_ptr + head * out_head + m[:, None] * out_row + d[None, :], mask=there[:, None], other=0.0)
     inner = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(inner_ptr + head * queries + m, inner, mask=there)
+    of_query_ptr += head * queries * 2 + m * 2
+    tl.store(of_query_ptr, sums, mask=there)
+    tl.store(of_query_ptr + 1, inner, mask=there)
     k_ptr += head // HEADS * k_head
     v_ptr += head // HEADS * v_head
     lo = tl.load(sees_ptr + m, mask=there, other=0)
@@ -223,28 +226,32 @@ def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, inn
 
 
 @triton.jit
-def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                  q_row, grad_row, scale, MASKED: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    m, d = first + tl.arange(0, STEP), tl.arange(0, D)
-    there = m < queries
-    q = tl.load(q_ptr + m[:, None] * q_row + d[None, :], mask=there[:, None], other=0.0)
-    sums = tl.load(sums_ptr + m, mask=there, other=0.0)
+def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row, scale,
+                  MASKED: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    m, pair = first + tl.arange(0, STEP), 2 * first + tl.arange(0, 2 * STEP)
+    there = m < queries if MASKED else tl.full([STEP], True, tl.int1)
+    # two numbers a query in one load: as many as a program has threads, and so copied once; a shorter load is laid out
+    # for its use, where each thread copies 16 of the 64 numbers by itself
+    pair_there = pair < 2 * queries if MASKED else tl.full([2 * STEP], True, tl.int1)
+    pairs = tl.load(of_query_ptr + pair, mask=pair_there, other=0.0)
+    sums, inner = tl.split(tl.reshape(pairs, (STEP, 2)))
+    at = m[:, None] * row + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + at, mask=there[:, None], other=0.0)
     pT = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - sums[None, :])
     if MASKED:
         lo = tl.load(lo_ptr + m, mask=there, other=0)
         hi = tl.load(hi_ptr + m, mask=there, other=0)
         pT = tl.where((n[:, None] >= lo[None, :]) & (n[:, None] < hi[None, :]), pT, 0.0)
-    grad = tl.load(grad_ptr + m[:, None] * grad_row + d[None, :], mask=there[:, None], other=0.0)
+    grad = tl.load(grad_ptr + at, mask=there[:, None], other=0.0)
     grad_v = tl.dot(pT.to(grad.dtype), grad, grad_v, input_precision="ieee")
-    inner = tl.load(inner_ptr + m, mask=there, other=0.0)
     grad_scoresT = pT * (tl.dot(v, tl.trans(grad), input_precision="ieee") - inner[None, :])
     return tl.dot(grad_scoresT.to(q.dtype), q, grad_k, input_precision="ieee"), grad_v
 
 
 @triton.jit
-def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, inner_ptr, grad_k_ptr, grad_v_ptr, sees_ptr,
-                         tiles_ptr, queries, keys, scale, plain_scale,
-                         q_head, q_row, k_head, k_row, v_head, v_row, grad_head, grad_row, out_head, out_row,
+def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, of_query_ptr, grad_k_ptr, grad_v_ptr, sees_ptr, tiles_ptr,
+                         queries, keys, scale, plain_scale, head_size, row, k_head, k_row, v_head, v_row, out_head,
+                         out_row,
                          HEADS: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(1)  # the first keys are seen by most queries
     n, d = tile * B + tl.arange(0, B), tl.arange(0, D)
@@ -252,27 +259,26 @@ def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, inner_ptr, gra
     group = head // HEADS
     k = tl.load(k_ptr + group * k_head + n[:, None] * k_row + d[None, :], mask=there[:, None], other=0.0)
     v = tl.load(v_ptr + group * v_head + n[:, None] * v_row + d[None, :], mask=there[:, None], other=0.0)
-    q_ptr += head * q_head
-    grad_ptr += head * grad_head
-    sums_ptr += head * queries
-    inner_ptr += head * queries
+    q_ptr += head * head_size  # both have the same strides
+    grad_ptr += head * head_size
+    of_query_ptr += head * queries * 2
     tiles_ptr += tile * 6
     c0, f0, f1, c1 = tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
     lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
     gk, gv = tl.zeros([B, D], tl.float32), tl.zeros([B, D], tl.float32)
     for first in range(c0, f0, STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
+                               scale, True, STEP, D)  # fmt: skip
     for first in range(f0, f1, STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, False, STEP, D)  # fmt: skip
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
+                               scale, False, STEP, D)  # fmt: skip
     for first in range(f1, c1, STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
+                               scale, True, STEP, D)  # fmt: skip
     lo_ptr, hi_ptr = sees_ptr + 2 * queries, sees_ptr + 3 * queries
     for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, sums_ptr, inner_ptr, lo_ptr, hi_ptr, first, n, queries,
-                               q_row, grad_row, scale, True, STEP, D)  # fmt: skip
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
+                               scale, True, STEP, D)  # fmt: skip
     grad_k_ptr += head * out_head + n[:, None] * out_row + d[None, :]
     grad_v_ptr += head * out_head + n[:, None] * out_row + d[None, :]
     tl.store(grad_k_ptr, (gk * plain_scale).to(k.dtype), mask=there[:, None])
