@@ -234,12 +234,12 @@ def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab,
     at = tl.arange(0, B)
     top = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     base = tl.max(top, 0)
-    total = tl.exp2((top - base) * log2_e)
+    total = tl.exp2(top * log2_e - base * log2_e)
     for first in range(B, vocab, 2 * B):
         v, w = first + tl.arange(0, B), first + B + tl.arange(0, B)
         x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        total += tl.exp2((x - base) * log2_e) + tl.exp2((y - base) * log2_e)
+        total += tl.exp2(x * log2_e - base * log2_e) + tl.exp2(y * log2_e - base * log2_e)
         at = tl.where(x > top, v, at)
         top = tl.maximum(top, x)
         at = tl.where(y > top, w, at)
@@ -251,16 +251,17 @@ def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab,
         for first in range(0, vocab, B):
             v = first + tl.arange(0, B)
             x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-            total += tl.exp2((x - base) * log2_e)
+            total += tl.exp2(x * log2_e - base * log2_e)
         whole = tl.sum(total, 0)
-    share = 1.0 / whole
+    shift = base * log2_e + tl.log2(whole)
     for first in range(0, vocab, 2 * B):
         v, w = first + tl.arange(0, B), first + B + tl.arange(0, B)
         x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
         y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        p, r = tl.exp2((x - base) * log2_e) * share, tl.exp2((y - base) * log2_e) * share
-        tl.store(logits_ptr + v, tl.where(v == label, p - 1.0, p).to(logits_ptr.dtype.element_ty), mask=v < vocab)
-        tl.store(logits_ptr + w, tl.where(w == label, r - 1.0, r).to(logits_ptr.dtype.element_ty), mask=w < vocab)
+        tl.store(logits_ptr + v, tl.exp2(x * log2_e - shift).to(logits_ptr.dtype.element_ty), mask=v < vocab)
+        tl.store(logits_ptr + w, tl.exp2(y * log2_e - shift).to(logits_ptr.dtype.element_ty), mask=w < vocab)
+    tl.debug_barrier()  # the label's own is written once more, by one thread
+    tl.store(logits_ptr + label, (tl.exp2(picked * log2_e - shift) - 1.0).to(logits_ptr.dtype.element_ty))
     tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
     first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
     tl.store(correct_ptr + row, (first_of_equals == label).to(tl.float32))
