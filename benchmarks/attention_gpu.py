@@ -42,7 +42,8 @@ def main(name: str = "qwen3-8b", shape: Shape | None = None, device: str = "cuda
     calls: dict[str, Callable[[], Any]] = {}
     for kind in ("flex", "triton") if device == "cuda" else ("dense", "triton"):
         (mask,) = build_masks(
-            kind, blocks.low, blocks.high, shape.row_tokens, shape.block_size, [None], place
+            kind, blocks.low, blocks.high, shape.row_tokens, shape.block_size, [None], place,
+            heads=geometry.heads // geometry.kv_heads,
         )  # fmt: skip
         run = one_graph(attend) if kind == "flex" else attend
         inputs = [x.detach().requires_grad_() for x in leaves]

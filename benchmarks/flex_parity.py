@@ -60,7 +60,16 @@ CASES = [
 def _masks(case: Case, *kinds: str) -> list:
     device = torch.device("cuda")
     return [
-        build_masks(kind, case.low, case.high, case.context, case.block_size, [case.window], device)[0]
+        build_masks(
+            kind,
+            case.low,
+            case.high,
+            case.context,
+            case.block_size,
+            [case.window],
+            device,
+            heads=case.heads // case.kv_heads,
+        )[0]
         for kind in kinds
     ]
 
@@ -112,7 +121,7 @@ def drafter_errors(window: int | None, fused: str = "flex") -> dict[str, float]:
     out = []
     for kind in ("dense", fused):
         drafter.zero_grad()
-        masks = build_masks(kind, case.low, case.high, 512, 16, spec.windows(), device)
+        masks = build_masks(kind, case.low, case.high, 512, 16, spec.windows(), device, heads=4)
         hidden = drafter(features, positions, x, at.reshape(-1), masks)
         loss = drafter_loss(hidden, labels, where, weights, head, spec, kind="decay", chunk_rows=100).weighted
         loss.backward()

@@ -97,11 +97,13 @@ def build_masks(
     trained: bool = False,
     sizes: np.ndarray | None = None,
     most: int = TILE,
+    heads: int = 1,
 ) -> list[Mask]:
     """One mask a layer; layers of the same window share theirs.  low, high: int64 [A] as in BlockBatch.
 
     kind: flex; triton; sdpa, in pieces of at most `most` block tokens; dense, the plain twin of all, one mask of every
     query and key.  trained: the last layer's queries are without slot 0 of each block.  sizes: as in block_interval.
+    heads: query heads of a key/value head, which triton's mask depends on.
     """
     made: dict[tuple[int | None, int], Mask] = {}
     first = [0] * (len(windows) - 1) + [int(trained)]
@@ -115,7 +117,7 @@ def build_masks(
             if kind == "sdpa":
                 made[window, skip] = piece_masks(low, block_size, skip, seen, device, most)
             elif kind == "triton":
-                arrays = intervals(seen, context, len(every[0]))
+                arrays = intervals(seen, context, len(every[0]), heads)
                 made[window, skip] = Intervals(*put_all(arrays, device))
             else:
                 build = dense_mask if kind == "dense" else interval_block_mask

@@ -18,27 +18,28 @@ FAR = 2**30
 
 
 class Intervals(NamedTuple):
-    """A mask.  Made by `intervals`; all int32, on the device."""
+    """A mask.  Made by `intervals`; all int32, on the device.  Rows: the heads of a group of each query after one
+    another, R = Q * heads."""
 
     sees_4Q: Tensor  # lo, hi, own_lo, own_hi, counted over all keys
     query_tiles: (
-        Tensor  # [Q / TILE, 6]: keys from c0 partly, from f0 wholly, from f1 to c1 partly seen; own from o0 to o1
+        Tensor  # [R / TILE, 6]: keys from c0 partly, from f0 wholly, from f1 to c1 partly seen; own from o0 to o1
     )
-    key_tiles: Tensor  # [S / TILE, 6]: queries, in the same way
+    key_tiles: Tensor  # [S / TILE, 6]: rows, in the same way
 
 
-def intervals(seen: Sequence[np.ndarray], context: int, own: int) -> list[np.ndarray]:
+def intervals(seen: Sequence[np.ndarray], context: int, own: int, heads: int) -> list[np.ndarray]:
     """The arrays of an Intervals.  seen: lo, hi, own_lo, own_hi, each int64 [Q]; the last two count the `own` block
-    tokens behind the `context` ones from 0."""
+    tokens behind the `context` ones from 0.  heads: query heads of a group."""
     lo, hi, own_lo, own_hi = seen
     sees = lo, hi, own_lo + context, own_hi + context
-    tiles = _by_tile(*sees)
+    tiles = _by_tile(*(np.repeat(s, heads) for s in sees))
     made = [np.stack(sees), _query_tiles(tiles), _key_tiles(tiles, context + own)]
     return [np.ascontiguousarray(a, dtype=np.int32) for a in made]
 
 
 class _Tiles(NamedTuple):
-    """By tile of queries: what some of them see [least, most), what all see [latest, soonest), own [own_lo, own_hi)."""
+    """By tile of rows: what some of them see [least, most), what all see [latest, soonest), own [own_lo, own_hi)."""
 
     least: np.ndarray
     most: np.ndarray

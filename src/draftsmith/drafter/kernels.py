@@ -1,6 +1,7 @@
 """Triton kernels for a GPU: attention where every query sees two intervals of keys, forward and backward.
 
 Suffixes: N query heads, M key/value heads, Q queries, S keys, D head size; in the kernels B rows of a tile.
+A tile of queries holds all heads of a group, so that few queries, with nearly the same keys, share a tile.
 Tiles that all queries of a tile see wholly need no mask; tiles that none sees are not visited (intervals.py).  The
 softmax is the streaming one of FlashAttention-2 (arXiv 2307.08691), its backward pass without atomics: one kernel for
 the gradient of queries, one for that of keys and values.  There is no other path that it could fall back to.
@@ -18,6 +19,10 @@ from torch import Tensor
 from draftsmith.drafter.intervals import TILE, Intervals
 
 WARPS, STAGES = 4, 3
+OWN = 16
+"""Keys of block tokens that queries visit at a time: few of a tile's are a query's own."""
+PARTS = 2
+"""Programs that share the queries of a tile of keys: with one, the first keys would be what all wait for."""
 QUERY_GRADIENT_STAGES, KEY_GRADIENT_STAGES = 2, 2
 KEY_GRADIENT_QUERIES = 64
 """How many queries the gradient of a tile of keys takes at a time."""
@@ -34,12 +39,17 @@ def attend(q_NQD: Tensor, k_MSD: Tensor, v_MSD: Tensor, mask: Intervals, scale: 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor, query_tiles: Tensor, key_tiles: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output [N, Q, D], of the layout [Q, N, D], and log2 of the sums of exponentials, float32 [N, Q]."""
+    """Output [N, Q, D], of the layout [Q, N, D], and log2 of the sums of exponentials, float32 [M, Q * heads of M]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
-    out, sums = _empty_out(q), q.new_empty(heads, queries, dtype=torch.float32)
-    _forward_kernel[heads, len(query_tiles)](
+    rows = queries * heads // groups
+    if len(query_tiles) != triton.cdiv(rows, TILE):
+        raise ValueError(
+            f"{len(query_tiles)} tiles of a mask for {queries} queries of {heads} heads in {groups} groups"
+        )
+    out, sums = _empty_out(q), q.new_empty(groups, rows, dtype=torch.float32)
+    _forward_kernel[groups, len(query_tiles)](
         q, k, v, out, sums, sees, query_tiles, queries, keys, scale * LOG2_E, *strides(q, k, v, out),
-        HEADS=heads // groups, B=TILE, D=size, num_warps=WARPS, num_stages=STAGES,
+        HEADS=heads // groups, B=TILE, OWN=OWN, D=size, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out, sums
 
@@ -49,21 +59,26 @@ def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sees: Tensor, query_tiles: Tensor,
     key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, and of k and v by query head, [N, S, D]."""
+    """Gradients of q, and of k and v in parts, [M * parts, S, D]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
-    grad_q, of_query = _empty_out(q), q.new_empty(heads, queries, 2, dtype=torch.float32)
-    grad_k, grad_v = (q.new_empty(heads, keys, size) for _ in range(2))
+    parts = _parts(heads // groups)
+    grad_q, of_query = _empty_out(q), q.new_empty(*sums.shape, 2, dtype=torch.float32)
+    grad_k, grad_v = (q.new_empty(groups * parts, keys, size) for _ in range(2))
     numbers = queries, keys, scale * LOG2_E, scale
     settings: dict[str, Any] = {"HEADS": heads // groups, "B": TILE, "D": size, "num_warps": WARPS}
-    _query_gradient_kernel[heads, len(query_tiles)](
+    _query_gradient_kernel[groups, len(query_tiles)](
         q, k, v, out, grad, sums, of_query, grad_q, sees, query_tiles, *numbers, *strides(q, k, v, out, grad, grad_q),
-        num_stages=QUERY_GRADIENT_STAGES, **settings,
+        OWN=OWN, num_stages=QUERY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
-    _key_gradient_kernel[heads, len(key_tiles)](
+    _key_gradient_kernel[groups * parts, len(key_tiles)](
         q, k, v, grad, of_query, grad_k, grad_v, sees, key_tiles, *numbers, *strides(q, k, v, grad_k),
-        STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
+        PARTS=parts, STEP=min(KEY_GRADIENT_QUERIES, TILE), num_stages=KEY_GRADIENT_STAGES, **settings,
     )  # fmt: skip
     return grad_q, grad_k, grad_v
+
+
+def _parts(group: int) -> int:
+    return min(PARTS, group)
 
 
 def _empty_out(q: Tensor) -> Tensor:
@@ -82,7 +97,8 @@ def strides(*tensors: Tensor) -> list[int]:
 def _(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor, query_tiles: Tensor, key_tiles: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _empty_out(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    rows = q.shape[1] * q.shape[0] // k.shape[0]
+    return _empty_out(q), q.new_empty(k.shape[0], rows, dtype=torch.float32)
 
 
 @_attend_backward.register_fake
@@ -90,7 +106,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, sees: Tensor, query_tiles: Tensor,
     key_tiles: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = q.shape[0], k.shape[1], q.shape[2]
+    shape = k.shape[0] * _parts(q.shape[0] // k.shape[0]), k.shape[1], q.shape[2]
     return _empty_out(q), q.new_empty(shape), q.new_empty(shape)
 
 
@@ -131,15 +147,22 @@ def _visit(acc, top, total, q, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, 
 
 
 @triton.jit
+def _rows(group, first, queries, head_size, row, HEADS: tl.constexpr, B: tl.constexpr, D: tl.constexpr):
+    """Of B rows of a group, the heads of each query after one another: its query, whether it is there, where it is."""
+    r = first + tl.arange(0, B)
+    m, head = r // HEADS, group * HEADS + r % HEADS
+    return m, r < queries * HEADS, (head * head_size + m * row)[:, None] + tl.arange(0, D)[None, :]
+
+
+@triton.jit
 def _forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, sees_ptr, tiles_ptr, queries, keys, scale,
                     q_head, q_row, k_head, k_row, v_head, v_row, out_head, out_row,
-                    HEADS: tl.constexpr, B: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
-    m, d = tile * B + tl.arange(0, B), tl.arange(0, D)
-    there = m < queries
-    q = tl.load(q_ptr + head * q_head + m[:, None] * q_row + d[None, :], mask=there[:, None], other=0.0)
-    k_ptr += head // HEADS * k_head
-    v_ptr += head // HEADS * v_head
+                    HEADS: tl.constexpr, B: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    group, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    m, there, at = _rows(group, tile * B, queries, q_head, q_row, HEADS, B, D)
+    q = tl.load(q_ptr + at, mask=there[:, None], other=0.0)
+    k_ptr += group * k_head
+    v_ptr += group * v_head
     lo = tl.load(sees_ptr + m, mask=there, other=0)
     hi = tl.load(sees_ptr + queries + m, mask=there, other=0)
     tiles_ptr += tile * 6
@@ -156,12 +179,15 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, sums_ptr, sees_ptr, tiles_ptr,
         acc, top, total = _visit(acc, top, total, q, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, scale, True, B, D)
     lo = tl.load(sees_ptr + 2 * queries + m, mask=there, other=0)
     hi = tl.load(sees_ptr + 3 * queries + m, mask=there, other=0)
-    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), B):
-        acc, top, total = _visit(acc, top, total, q, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, scale, True, B, D)
+    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), OWN):
+        acc, top, total = _visit(
+            acc, top, total, q, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, scale, True, OWN, D
+        )
     total = tl.where(total == 0.0, 1.0, total)
-    out_ptr += head * out_head + m[:, None] * out_row + d[None, :]
-    tl.store(out_ptr, (acc / total[:, None]).to(q.dtype), mask=there[:, None])
-    tl.store(sums_ptr + head * queries + m, top * scale + tl.log2(total), mask=there)
+    m, there, at = _rows(group, tile * B, queries, out_head, out_row, HEADS, B, D)
+    tl.store(out_ptr + at, (acc / total[:, None]).to(q.dtype), mask=there[:, None])
+    sums_ptr += group * queries * HEADS + tile * B + tl.arange(0, B)
+    tl.store(sums_ptr, top * scale + tl.log2(total), mask=there)
 
 
 @triton.jit
@@ -182,22 +208,23 @@ def _query_gradient(acc, q, grad, sums, inner, k_ptr, v_ptr, first, keys, lo, hi
 def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, of_query_ptr, grad_q_ptr, sees_ptr,
                            tiles_ptr, queries, keys, scale, plain_scale, q_head, q_row, k_head, k_row, v_head, v_row,
                            out_head, out_row, grad_head, grad_row, grad_q_head, grad_q_row,
-                           HEADS: tl.constexpr, B: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Leaves in of_query, float32 [N, Q, 2], what the gradient of keys needs of a query: log2 of its sum of
+                           HEADS: tl.constexpr, B: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Leaves in of_query, float32 [M, Q * HEADS, 2], what the gradient of keys needs of a row: log2 of its sum of
     exponentials, and its sum of output * gradient."""
-    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    m, d = tile * B + tl.arange(0, B), tl.arange(0, D)
-    there = m < queries
-    q = tl.load(q_ptr + head * q_head + m[:, None] * q_row + d[None, :], mask=there[:, None], other=0.0)
-    grad = tl.load(grad_ptr + head * grad_head + m[:, None] * grad_row + d[None, :], mask=there[:, None], other=0.0)
-    sums = tl.load(sums_ptr + head * queries + m, mask=there, other=0.0)
-    out = tl.load(out_ptr + head * out_head + m[:, None] * out_row + d[None, :], mask=there[:, None], other=0.0)
+    group, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    m, there, at = _rows(group, tile * B, queries, q_head, q_row, HEADS, B, D)
+    q = tl.load(q_ptr + at, mask=there[:, None], other=0.0)
+    m, there, at = _rows(group, tile * B, queries, grad_head, grad_row, HEADS, B, D)
+    grad = tl.load(grad_ptr + at, mask=there[:, None], other=0.0)
+    m, there, at = _rows(group, tile * B, queries, out_head, out_row, HEADS, B, D)
+    out = tl.load(out_ptr + at, mask=there[:, None], other=0.0)
+    r = group * queries * HEADS + tile * B + tl.arange(0, B)
+    sums = tl.load(sums_ptr + r, mask=there, other=0.0)
     inner = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    of_query_ptr += head * queries * 2 + m * 2
-    tl.store(of_query_ptr, sums, mask=there)
-    tl.store(of_query_ptr + 1, inner, mask=there)
-    k_ptr += head // HEADS * k_head
-    v_ptr += head // HEADS * v_head
+    tl.store(of_query_ptr + 2 * r, sums, mask=there)
+    tl.store(of_query_ptr + 2 * r + 1, inner, mask=there)
+    k_ptr += group * k_head
+    v_ptr += group * v_head
     lo = tl.load(sees_ptr + m, mask=there, other=0)
     hi = tl.load(sees_ptr + queries + m, mask=there, other=0)
     tiles_ptr += tile * 6
@@ -217,25 +244,27 @@ def _query_gradient_kernel(q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, sums_ptr, of_
         )
     lo = tl.load(sees_ptr + 2 * queries + m, mask=there, other=0)
     hi = tl.load(sees_ptr + 3 * queries + m, mask=there, other=0)
-    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), B):
+    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), OWN):
         acc = _query_gradient(
-            acc, q, grad, sums, inner, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, scale, True, B, D
+            acc, q, grad, sums, inner, k_ptr, v_ptr, first, keys, lo, hi, k_row, v_row, scale, True, OWN, D
         )
-    grad_q_ptr += head * grad_q_head + m[:, None] * grad_q_row + d[None, :]
-    tl.store(grad_q_ptr, (acc * plain_scale).to(q.dtype), mask=there[:, None])
+    m, there, at = _rows(group, tile * B, queries, grad_q_head, grad_q_row, HEADS, B, D)
+    tl.store(grad_q_ptr + at, (acc * plain_scale).to(q.dtype), mask=there[:, None])
 
 
 @triton.jit
-def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row, scale,
-                  MASKED: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    m, pair = first + tl.arange(0, STEP), 2 * first + tl.arange(0, 2 * STEP)
-    there = m < queries if MASKED else tl.full([STEP], True, tl.int1)
-    # two numbers a query in one load: as many as a program has threads, and so copied once; a shorter load is laid out
+def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, head_size,
+                  row, scale, MASKED: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr,
+                  D: tl.constexpr):  # fmt: skip
+    m, there, at = _rows(0, first, queries, head_size, row, HEADS, STEP, D)
+    pair = 2 * first + tl.arange(0, 2 * STEP)
+    pair_there = pair < 2 * queries * HEADS
+    if not MASKED:
+        there, pair_there = tl.full([STEP], True, tl.int1), tl.full([2 * STEP], True, tl.int1)
+    # two numbers a row in one load: as many as a program has threads, and so copied once; a shorter load is laid out
     # for its use, where each thread copies 16 of the 64 numbers by itself
-    pair_there = pair < 2 * queries if MASKED else tl.full([2 * STEP], True, tl.int1)
     pairs = tl.load(of_query_ptr + pair, mask=pair_there, other=0.0)
     sums, inner = tl.split(tl.reshape(pairs, (STEP, 2)))
-    at = m[:, None] * row + tl.arange(0, D)[None, :]
     q = tl.load(q_ptr + at, mask=there[:, None], other=0.0)
     pT = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - sums[None, :])
     if MASKED:
@@ -251,35 +280,42 @@ def _key_gradient(grad_k, grad_v, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, h
 @triton.jit
 def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, of_query_ptr, grad_k_ptr, grad_v_ptr, sees_ptr, tiles_ptr,
                          queries, keys, scale, plain_scale, head_size, row, k_head, k_row, v_head, v_row, out_head,
-                         out_row,
-                         HEADS: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)  # the first keys are seen by most queries
+                         out_row, HEADS: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr,
+                         D: tl.constexpr):  # fmt: skip
+    """The rows that see all of the keys are shared out among the parts; the first takes those before and the keys' own,
+    the last those behind."""
+    group, part, tile = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
     n, d = tile * B + tl.arange(0, B), tl.arange(0, D)
     there = n < keys
-    group = head // HEADS
     k = tl.load(k_ptr + group * k_head + n[:, None] * k_row + d[None, :], mask=there[:, None], other=0.0)
     v = tl.load(v_ptr + group * v_head + n[:, None] * v_row + d[None, :], mask=there[:, None], other=0.0)
-    q_ptr += head * head_size  # both have the same strides
-    grad_ptr += head * head_size
-    of_query_ptr += head * queries * 2
+    q_ptr += group * HEADS * head_size  # both have the same strides
+    grad_ptr += group * HEADS * head_size
+    of_query_ptr += group * HEADS * queries * 2
     tiles_ptr += tile * 6
     c0, f0, f1, c1 = tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    o0, o1 = tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5)
+    share = tl.cdiv(f1 - f0, PARTS * STEP) * STEP
+    begin = f0 + part * share
+    end = tl.minimum(begin + share, f1)
+    f0 = tl.where(part == 0, f0, c0)  # nothing before and no own ones for the other parts
+    o1 = tl.where(part == 0, o1, o0)
+    c1 = tl.where(part == PARTS - 1, c1, f1)
     lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
     gk, gv = tl.zeros([B, D], tl.float32), tl.zeros([B, D], tl.float32)
     for first in range(c0, f0, STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
-                               scale, True, STEP, D)  # fmt: skip
-    for first in range(f0, f1, STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
-                               scale, False, STEP, D)  # fmt: skip
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               head_size, row, scale, True, HEADS, STEP, D)  # fmt: skip
+    for first in range(begin, end, STEP):
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               head_size, row, scale, False, HEADS, STEP, D)  # fmt: skip
     for first in range(f1, c1, STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
-                               scale, True, STEP, D)  # fmt: skip
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               head_size, row, scale, True, HEADS, STEP, D)  # fmt: skip
     lo_ptr, hi_ptr = sees_ptr + 2 * queries, sees_ptr + 3 * queries
-    for first in range(tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5), STEP):
-        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries, row,
-                               scale, True, STEP, D)  # fmt: skip
-    grad_k_ptr += head * out_head + n[:, None] * out_row + d[None, :]
-    grad_v_ptr += head * out_head + n[:, None] * out_row + d[None, :]
-    tl.store(grad_k_ptr, (gk * plain_scale).to(k.dtype), mask=there[:, None])
-    tl.store(grad_v_ptr, gv.to(k.dtype), mask=there[:, None])
+    for first in range(o0, o1, STEP):
+        gk, gv = _key_gradient(gk, gv, k, v, q_ptr, grad_ptr, of_query_ptr, lo_ptr, hi_ptr, first, n, queries,
+                               head_size, row, scale, True, HEADS, STEP, D)  # fmt: skip
+    at = tl.program_id(0) * out_head + n[:, None] * out_row + d[None, :]
+    tl.store(grad_k_ptr + at, (gk * plain_scale).to(k.dtype), mask=there[:, None])
+    tl.store(grad_v_ptr + at, gv.to(k.dtype), mask=there[:, None])

@@ -77,10 +77,12 @@ def packed_masks(row: PackedRow, text_config: Any, device: torch.device) -> Any:
 
 def packed_intervals(row: PackedRow, text_config: Any, device: torch.device) -> dict[str, Intervals]:
     """The same for our kernels, by kind of layer."""
+    groups = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    heads = text_config.num_attention_heads // groups
     made = {}
     for kind, (low, high) in _seen(row, text_config).items():
         none = np.zeros_like(low)
-        made[kind] = Intervals(*put_all(intervals((low, high, none, none), len(low), 0), device))
+        made[kind] = Intervals(*put_all(intervals((low, high, none, none), len(low), 0, heads), device))
     return made
 
 

@@ -132,7 +132,7 @@ class RowStep:
         )  # fmt: skip
         masks = build_masks(
             self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device,
-            trained=True,
+            trained=True, heads=spec.num_heads // spec.num_kv_heads,
         )  # fmt: skip
         x_nH = embed(distinct, self.frozen.embedding, spec)
         hidden_QH = self.trunk(
