@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ TENSORS = (
 )  # fmt: skip
 
 
-def masks_of(kind: str, row: PackedRow, block_size: int, windows: list[int | None], trained: bool = False) -> list:
+def masks_of(kind: str, row: PackedRow, block_size: int, windows: list[int | None], **how: Any) -> list:
     blocks = build_blocks(row, block_size, 39, 4.0, trim=False)
-    return build_masks(kind, blocks.low, blocks.high, len(row.tokens), block_size, windows, CPU, trained=trained)
+    return build_masks(kind, blocks.low, blocks.high, len(row.tokens), block_size, windows, CPU, **how)
 
 
 def plain_block_mask(row: PackedRow, block_size: int, window: int | None, skip: int = 0) -> BlockMask:
@@ -117,7 +118,7 @@ def test_the_rule_inside_the_tiles_is_the_dense_mask():
     zero = torch.zeros_like(q)
     for window in (None, 20):
         for mask, dense in zip(
-            *(masks_of(kind, row, 8, [window] * 2, True) for kind in ("flex", "dense")), strict=True
+            *(masks_of(kind, row, 8, [window] * 2, trained=True) for kind in ("flex", "dense")), strict=True
         ):
             rows = slice(len(dense))
             assert torch.equal(mask.mask_mod(zero[rows], zero[rows], q[rows], k[rows]), dense)
@@ -156,7 +157,7 @@ def test_attention_is_softmax_over_what_the_mask_shows():
 @pytest.mark.parametrize("skip", [0, 1])
 def test_pieces_are_the_dense_mask(row, block_size, window, skip):
     """Values and gradients; every query once, no key that no query of the piece sees."""
-    (pieces,), (dense,) = (masks_of(kind, row, block_size, [window], skip == 1) for kind in ("sdpa", "dense"))
+    (pieces,), (dense,) = (masks_of(kind, row, block_size, [window], trained=skip == 1) for kind in ("sdpa", "dense"))
     tokens, queries = len(row.tokens), len(row.anchors) * (block_size - skip)
     keys = tokens + len(row.anchors) * block_size
     assert [i for p in pieces for i in range(queries)[p.queries]] == list(range(queries))

@@ -12,7 +12,7 @@ from helpers_train import make_row, make_spec, random_row
 
 from drafter.test_attention import long_row, masks_of
 from draftsmith.drafter.attention import pick_attention
-from draftsmith.drafter.intervals import TILE
+from draftsmith.drafter.intervals import OWN, TILE
 from draftsmith.drafter.loss import pick_chunk, triton_chunk
 from draftsmith.errors import InputError
 
@@ -21,33 +21,39 @@ ROWS = {
     "no anchor": (random_row(5, slots=6, most_anchors=0), 4),
     "three documents": (long_row(1, 700, 60, 50), 7),
     "one document": (make_row([890], [(200, 890)], 900, list(range(200, 889, 9)), 80), 16),
+    "all slots in use": (make_row([300], [(200, 300)], 300, list(range(200, 299, 9)), 11), 10),
 }
 
 
-def visits(mask, by: str) -> np.ndarray:
-    """How often the kernels look at each query and key, int [Q, S]: as their loops do, written out."""
-    lo, hi, own_lo, own_hi = mask.sees_4Q.numpy().astype(int)
-    queries, keys = len(lo), int(own_hi.max())
-    q, k = np.arange(queries)[:, None], np.arange(keys)
+def visits(mask, by: str, heads: int) -> np.ndarray:
+    """How often the kernels look at each row and key, int [Q * heads, S]: as their loops do, written out."""
+    lo, hi, own_lo, own_hi = mask.sees_4Q.numpy().astype(int).repeat(heads, 1)
+    rows, keys = len(lo), int(own_hi.max())
+    q, k = np.arange(rows)[:, None], np.arange(keys)
     context, own = (k >= lo[:, None]) & (k < hi[:, None]), (k >= own_lo[:, None]) & (k < own_hi[:, None])
-    seen = np.zeros((queries, keys), dtype=int)
+    seen = np.zeros((rows, keys), dtype=int)
     for tile, (c0, f0, f1, c1, o0, o1) in enumerate((mask.query_tiles if by == "queries" else mask.key_tiles).tolist()):
         mine, others = (q, k) if by == "queries" else (k, q)
         here = (mine >= tile * TILE) & (mine < (tile + 1) * TILE)
-        for begin, end, rule in ((c0, f0, context), (f0, f1, None), (f1, c1, context), (o0, o1, own)):
-            stop = begin + -(-(end - begin) // TILE) * TILE  # whole tiles
+        own_step = OWN if by == "queries" else TILE
+        for begin, end, rule, step in (
+            (c0, f0, context, TILE), (f0, f1, None, TILE), (f1, c1, context, TILE), (o0, o1, own, own_step)
+        ):  # fmt: skip
+            stop = begin + -(-(end - begin) // step) * step  # whole steps
             part = here & (others >= begin) & (others < stop)
+            if rule is None and begin < end:  # the kernels ask for no bounds there
+                assert stop == end <= (rows if by == "keys" else keys)
             seen += part if rule is None else part & rule
     return seen
 
 
 @pytest.mark.parametrize("by", ["queries", "keys"])
-@pytest.mark.parametrize("window", [None, 1, 20, 300])
+@pytest.mark.parametrize(("window", "heads"), [(None, 1), (None, 4), (1, 3), (20, 2), (300, 7)])
 @pytest.mark.parametrize("row, block_size", ROWS.values(), ids=ROWS)
-def test_kernels_look_once_at_what_the_rule_shows_and_at_nothing_else(row, block_size, window, by):
-    made = masks_of("triton", row, block_size, [window, window], trained=True)
+def test_kernels_look_once_at_what_the_rule_shows_and_at_nothing_else(row, block_size, window, heads, by):
+    made = masks_of("triton", row, block_size, [window, window], trained=True, heads=heads)
     for mask, dense in zip(made, masks_of("dense", row, block_size, [window, window], trained=True), strict=True):
-        assert np.array_equal(visits(mask, by), dense.numpy())
+        assert np.array_equal(visits(mask, by, heads), dense.numpy().repeat(heads, 0))
 
 
 def test_most_tiles_of_one_long_document_need_no_rule():
@@ -90,8 +96,9 @@ def test_whose_softmax_the_loss_uses(monkeypatch):
     assert pick("auto", compiled=False) is pick("torch", compiled=False) is None
     with pytest.raises(InputError, match=r"loss\.softmax=triton: it needs a GPU, Triton"):
         pick("triton", device=torch.device("cpu"))
-    with pytest.raises(InputError, match="no float64"):
-        pick("triton", dtype=torch.float64)
+    for dtype in (torch.float64, torch.float16):
+        with pytest.raises(InputError, match="bfloat16 or float32"):
+            pick("triton", dtype=dtype)
     with pytest.raises(InputError, match="caps or scales its logits"):
         pick("triton", capped)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -50,10 +50,13 @@ def test_mask_is_built_on_the_device():
     assert all(m.kv_indices.is_cuda for m in masks)
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(5, 100), (33, 8192), (64, 20001)])
-def test_softmax_and_its_gradient(rows, vocab):
+@pytest.mark.parametrize(
+    ("rows", "vocab", "shift"), [(5, 100, 0), (33, 8192, 0), (64, 20001, 0), (64, 20001, -60), (64, 20001, 60)]
+)
+def test_softmax_and_its_gradient(rows, vocab, shift):
     """Against the eager chunk; some labels are the first of equal maxima, some a later one."""
     from draftsmith.drafter.loss import head_chunk, triton_chunk
+    from draftsmith.drafter.row_kernels import SOFTMAX_TILE, hidden_gradient
 
     generator = torch.Generator("cuda").manual_seed(vocab)
     hidden = torch.randn(rows, 64, device="cuda", generator=generator)
@@ -62,12 +65,29 @@ def test_softmax_and_its_gradient(rows, vocab):
     labels = torch.randint(vocab, (rows,), device="cuda", generator=generator)
     best = (hidden @ head.T).argmax(-1)
     labels[::2] = best[::2]
-    hidden[:4] = 9 * head[vocab // 3]
+    hidden[:4] = head[vocab // 3]
     labels[:4] = torch.tensor([vocab // 3, vocab // 2, vocab // 3, 0])
-    for ours, plain in zip(
-        triton_chunk(hidden, labels, head, None), head_chunk(hidden, labels, head, PLAIN), strict=True
-    ):
+    if shift:  # the first tile far below or above the rest, and a label in the lower part
+        head[:SOFTMAX_TILE, 0] += shift
+        hidden[:, 0] = 1.0
+    ce, correct, sums, share = triton_chunk(hidden, labels, head, PLAIN)
+    grad = hidden_gradient(
+        sums, share, torch.ones_like(share), labels, head, torch.arange(rows, device="cuda"), rows + 1
+    )
+    assert not grad[rows:].any()
+    for ours, plain in zip((ce, correct, grad[:rows]), head_chunk(hidden, labels, head, PLAIN), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_logit_out_of_reach_is_not_finite():
+    from draftsmith.drafter.row_kernels import SOFTMAX_TILE, softmax_rows
+
+    logits = torch.zeros(2, SOFTMAX_TILE + 100, device="cuda")
+    logits[0, -1], logits[1, -1] = 119.0, 121.0
+    ce, correct, share = softmax_rows(logits.clone(), torch.zeros(2, device="cuda", dtype=torch.long))
+    assert torch.isfinite(ce).tolist() == [True, False] and share[0] > 0 and not correct.any()
+    ce, correct, _ = softmax_rows(logits, torch.full((2,), SOFTMAX_TILE + 99, device="cuda"))
+    assert (ce.abs() < 1e-4).all() and correct.all()
 
 
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(37, 4, 16), (300, 32, 128), (5, 1, 64)])

@@ -16,7 +16,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kinds", [("full_attention",), ("full_attention", "sliding_attention"), None])
 def test_both_masks_are_causal_within_the_document_and_the_window(kinds):
-    text = SimpleNamespace(layer_types=kinds, sliding_window=6 if kinds is None or len(kinds) > 1 else None)
+    text = SimpleNamespace(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=kinds,
+        sliding_window=6 if kinds is None or len(kinds) > 1 else None,
+    )
     made = packed_intervals(ROW, text, CPU)
     others = packed_masks(ROW, text, CPU)
     assert set(made) == set(kinds or ["sliding_attention"])

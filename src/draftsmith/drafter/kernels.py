@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.drafter.intervals import TILE, Intervals
+from draftsmith.drafter.intervals import OWN, TILE, Intervals
 
 WARPS, STAGES = 4, 3
-OWN = 16
-"""Keys of block tokens that queries visit at a time: few of a tile's are a query's own."""
 PARTS = 2
 """Programs that share the queries of a tile of keys: with one, the first keys would be what all wait for."""
 QUERY_GRADIENT_STAGES, KEY_GRADIENT_STAGES = 2, 2

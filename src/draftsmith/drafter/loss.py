@@ -35,7 +35,7 @@ class LossSums:
     count_B: Tensor  # trained rows by slot
 
 
-Chunk = Callable[[Tensor, Tensor, Tensor, DrafterSpec], tuple[Tensor, Tensor, Tensor]]
+Chunk = Callable[[Tensor, Tensor, Tensor, DrafterSpec], tuple[Tensor, ...]]
 
 
 def drafter_loss(
@@ -118,22 +118,30 @@ class _FrozenHead(torch.autograd.Function):
         wide = torch.promote_types(hidden_QH.dtype, torch.float32)
         grad_RH = torch.empty(rows + fill, hidden_QH.shape[1], dtype=hidden_QH.dtype, device=hidden_QH.device)
         ce_R = torch.empty(rows + fill, dtype=wide, device=hidden_QH.device)
-        correct_R = torch.empty_like(ce_R)
+        correct_R, share_R = torch.empty_like(ce_R), torch.empty_like(ce_R)
         for start in range(0, rows + fill, chunk_rows):
             piece = slice(start, start + chunk_rows)
-            ce_R[piece], correct_R[piece], grad_RH[piece] = (chunk or head_chunk)(
+            found = (chunk or head_chunk)(
                 hidden_QH.index_select(0, filled_R[piece]), labels_filled_R[piece], head_VH, spec
             )
-        ce_R, correct_R, grad_RH = ce_R[:rows], correct_R[:rows], grad_RH[:rows]
+            for every, part in zip((ce_R, correct_R, grad_RH, share_R), found, strict=False):
+                every[piece] = part
+        ce_R, correct_R, grad_RH, share_R = ce_R[:rows], correct_R[:rows], grad_RH[:rows], share_R[:rows]
         weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha)
-        ctx.save_for_backward(grad_RH, weights_R, where_R)
-        ctx.queries = len(hidden_QH)
+        ctx.save_for_backward(grad_RH, share_R, weights_R, where_R, labels_R, head_VH)
+        ctx.queries, ctx.ours = len(hidden_QH), chunk is triton_chunk
         ctx.mark_non_differentiable(ce_R, correct_R)
         return (weights_R * ce_R).sum(), ce_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
-        grad_RH, weights_R, where_R = ctx.saved_tensors
+        grad_RH, share_R, weights_R, where_R, labels_R, head_VH = ctx.saved_tensors
+        if ctx.ours:
+            from draftsmith.drafter import row_kernels
+
+            factor_R = weights_R * grad
+            grad_QH = row_kernels.hidden_gradient(grad_RH, share_R, factor_R, labels_R, head_VH, where_R, ctx.queries)
+            return (grad_QH, *(None,) * 9)
         grad_QH = grad_RH.new_zeros(ctx.queries, grad_RH.shape[1])
         grad_QH.index_copy_(0, where_R, grad_RH * (weights_R * grad)[:, None].to(grad_RH.dtype))
         return (grad_QH, *(None,) * 9)
@@ -176,8 +184,8 @@ def pick_chunk(
 ) -> Chunk | None:
     """softmax: as in the config.  Raises InputError for what our kernel does not do."""
     why = None
-    if device.type == "cpu" or dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-        why = "it needs a GPU, Triton, and no float64"
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float32) or not importlib.util.find_spec("triton"):
+        why = "it needs a GPU, Triton, and bfloat16 or float32"
     elif spec.final_logit_softcapping is not None or spec.output_multiplier is not None:
         why = "this target caps or scales its logits"
     if softmax == "triton" and why is not None:
@@ -189,13 +197,14 @@ def pick_chunk(
 
 def triton_chunk(
     hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `head_chunk`, with our own kernel between the two products.  For logits as the head gives them."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With our own kernel between the two products: CE, argmax == label, and, for `row_kernels.hidden_gradient`, the
+    exponentials times the head and what makes shares of them.  For logits as the head gives them."""
     from draftsmith.drafter import row_kernels
 
     logits_CV = hidden_CH @ head_VH.T
-    ce_C, correct_C = row_kernels.softmax_gradient(logits_CV, labels_C)
-    return ce_C, correct_C, logits_CV @ head_VH
+    ce_C, correct_C, share_C = row_kernels.softmax_rows(logits_CV, labels_C)
+    return ce_C, correct_C, logits_CV @ head_VH, share_C
 
 
 def plain_loss(

@@ -1,5 +1,5 @@
 """Triton kernels for a GPU that work row by row, as fast as memory gives the rows: norm and rotation of heads, silu of
-one half times the other, the softmax of the loss together with its gradient, sums of squares.
+one half times the other, the softmax of the loss and its gradient, sums of squares.
 
 Suffixes: P tokens, C columns of all heads, D head size, R rows of a chunk, V vocabulary; in the kernels B rows or
 elements of a tile, H half of a head.
@@ -121,14 +121,28 @@ _silu_mul.register_autograd(
 )
 
 
-def softmax_gradient(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy and argmax == label (first of equals), float32 [R]; the logits become the gradient, in place."""
+def softmax_rows(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy, argmax == label (first of equals) and share, float32 [R]; of the logits become exponentials, in
+    place, which times share are the softmax.  CE is Inf where a logit is 120 above label and first SOFTMAX_TILE."""
     logits_RV, labels_R = logits_RV.contiguous(), labels_R.contiguous()
-    ce, correct = (torch.empty(len(labels_R), device=logits_RV.device) for _ in range(2))
-    _softmax_gradient_kernel[len(labels_R),](
-        logits_RV, labels_R, ce, correct, logits_RV.shape[1], LOG2_E, B=SOFTMAX_TILE, num_warps=SOFTMAX_WARPS
+    ce, correct, share = (torch.empty(len(labels_R), device=logits_RV.device) for _ in range(3))
+    _softmax_rows_kernel[len(labels_R),](
+        logits_RV, labels_R, ce, correct, share, logits_RV.shape[1], LOG2_E, B=SOFTMAX_TILE, num_warps=SOFTMAX_WARPS
     )
-    return ce, correct
+    return ce, correct, share
+
+
+def hidden_gradient(
+    sums_RH: Tensor, share_R: Tensor, factor_R: Tensor, labels_R: Tensor, head_VH: Tensor, where_R: Tensor, queries: int
+) -> Tensor:
+    """factor * (share * sums - the head's row of the label), [Q, H], zeros where no row goes.  sums: exponentials times
+    the head."""
+    out = sums_RH.new_zeros(queries, sums_RH.shape[1])
+    width = sums_RH.shape[1]
+    _hidden_gradient_kernel[len(labels_R), triton.cdiv(width, SILU_TILE)](
+        sums_RH, share_R, factor_R, labels_R, head_VH, where_R, out, width, B=SILU_TILE
+    )
+    return out
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -220,51 +234,48 @@ def _silu_mul_gradient_kernel(grad_ptr, x_ptr, out_ptr, width, B: tl.constexpr):
 
 
 @triton.jit
-def _softmax_gradient_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, vocab, log2_e, B: tl.constexpr):
-    """One row a program, read from memory once and, while few rows are under way, from the cache once more.
-
-    Exponentials count from the largest of the first tile, so that no iteration waits for a maximum; where that is far
-    below the row's they are summed again from that one.  Every lane keeps the first place of its own maximum.  Two
-    tiles at a time: enough is on its way from memory.
-    """
+def _softmax_rows_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, share_ptr, vocab, log2_e, B: tl.constexpr):
+    """One row a program, read and written once: exponentials count from 40 above the largest of label and first tile,
+    not of the row, so that they can be written as they are read; nothing is lost from 47 below that to 120 above.
+    Every lane keeps the first place of its own maximum.  Two tiles at a time: enough is on its way from memory."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * vocab
     label = tl.load(labels_ptr + row)
     picked = tl.load(logits_ptr + label).to(tl.float32)
     at = tl.arange(0, B)
     top = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    base = tl.max(top, 0)
+    base = tl.maximum(tl.max(top, 0), picked) + 40.0
     total = tl.exp2(top * log2_e - base * log2_e)
+    tl.store(logits_ptr + at, total.to(logits_ptr.dtype.element_ty), mask=at < vocab)
     for first in range(B, vocab, 2 * B):
         v, w = first + tl.arange(0, B), first + B + tl.arange(0, B)
-        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        total += tl.exp2(x * log2_e - base * log2_e) + tl.exp2(y * log2_e - base * log2_e)
+        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+        y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf")).to(tl.float32)
+        p, r = tl.exp2(x * log2_e - base * log2_e), tl.exp2(y * log2_e - base * log2_e)
+        tl.store(logits_ptr + v, p.to(logits_ptr.dtype.element_ty), mask=v < vocab)
+        tl.store(logits_ptr + w, r.to(logits_ptr.dtype.element_ty), mask=w < vocab)
+        total += p + r
         at = tl.where(x > top, v, at)
         top = tl.maximum(top, x)
         at = tl.where(y > top, w, at)
         top = tl.maximum(top, y)
     whole, best = tl.sum(total, 0), tl.max(top, 0)
-    if whole > 1e30:
-        base = best
-        total = tl.zeros([B], tl.float32)
-        for first in range(0, vocab, B):
-            v = first + tl.arange(0, B)
-            x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
-            total += tl.exp2(x * log2_e - base * log2_e)
-        whole = tl.sum(total, 0)
-    shift = base * log2_e + tl.log2(whole)
-    for first in range(0, vocab, 2 * B):
-        v, w = first + tl.arange(0, B), first + B + tl.arange(0, B)
-        x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        y = tl.load(logits_ptr + w, mask=w < vocab, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-        tl.store(logits_ptr + v, tl.exp2(x * log2_e - shift).to(logits_ptr.dtype.element_ty), mask=v < vocab)
-        tl.store(logits_ptr + w, tl.exp2(y * log2_e - shift).to(logits_ptr.dtype.element_ty), mask=w < vocab)
-    tl.debug_barrier()  # the label's own is written once more, by one thread
-    tl.store(logits_ptr + label, (tl.exp2(picked * log2_e - shift) - 1.0).to(logits_ptr.dtype.element_ty))
+    whole = tl.where(best - base > 80.0, float("inf"), whole)
+    tl.store(share_ptr + row, 1.0 / whole)
     tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
     first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
     tl.store(correct_ptr + row, (first_of_equals == label).to(tl.float32))
+
+
+@triton.jit
+def _hidden_gradient_kernel(sums_ptr, share_ptr, factor_ptr, labels_ptr, head_ptr, where_ptr, out_ptr, width,
+                            B: tl.constexpr):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    sums = tl.load(sums_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+    own = tl.load(head_ptr + tl.load(labels_ptr + row) * width + at, mask=at < width, other=0.0).to(tl.float32)
+    grad = (sums * tl.load(share_ptr + row) - own) * tl.load(factor_ptr + row)
+    out_ptr += tl.load(where_ptr + row) * width + at
+    tl.store(out_ptr, grad.to(out_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
