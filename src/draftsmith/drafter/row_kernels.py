@@ -20,7 +20,7 @@ from draftsmith.drafter.kernels import LOG2_E, strides
 ROTATE_TILE, ROTATE_PROGRAMS = 32, 528
 """Heads that are normed and rotated at a time; programs of the backward pass, each with a sum of its own."""
 SILU_TILE = 2048
-SOFTMAX_TILE, SOFTMAX_WARPS = 8192, 32
+SOFTMAX_TILE, SOFTMAX_WARPS = 2048, 8
 SQUARES_TILE, SQUARES_PROGRAMS = 4096, 1056
 
 
