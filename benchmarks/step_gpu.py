@@ -328,6 +328,7 @@ def summary(device: str, found: dict[str, Any]) -> dict[str, Any]:
     whole, other = found.get("end_to_end", {}), found.get("peer", {})
     every = [found.get("drafter", {}), found.get("drafter_again", {}), whole.get("drafter_alone", {})]
     steps = [s["step_ms"] for s in every if "step_ms" in s]
+    steps += [whole["drafter_step_ms"]] if "drafter_step_ms" in whole else []  # beside the target
     # of the drafter alone, as the peer's: beside a target the process holds both
     peaks = [s["peak_gib"] for s in every[:2] if "peak_gib" in s]
     return {

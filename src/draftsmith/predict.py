@@ -135,12 +135,12 @@ CARDS = {
 
 
 def card_rates(
-    card: Card, *, target: float = 0.728, drafter: float = 0.734, link: float = 323e9, reduce: float = 341e9
+    card: Card, *, target: float = 0.765, drafter: float = 0.79, link: float = 323e9, reduce: float = 341e9
 ) -> Rates:
     """Rates of a card.  target, drafter: share of `bf16` that the whole forward, the whole step reach.
 
-    The defaults give what one H200 took for Qwen3-8B widths, T = 3072, A = 512, B = 16, five layers: 77 ms a row in
-    the target's 34 layers, 134 ms a drafter step; and between two H200 126 MB in 0.39 ms, an all-reduce of 4.2 GB in
+    The defaults give what one H200 took for Qwen3-8B widths, T = 3072, A = 512, B = 16, five layers: 73 ms a row in
+    the target's 34 layers, 125 ms a drafter step; and between two H200 126 MB in 0.39 ms, an all-reduce of 4.2 GB in
     12.3 ms.  AdamW moves 28 bytes a parameter.
     """
     flops = card.bf16 * drafter

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.config import Config
-from draftsmith.drafter.attention import one_graph, pick_attention
-from draftsmith.drafter.loss import drafter_loss, head_chunk
+from draftsmith.drafter.attention import pick_attention
+from draftsmith.drafter.loss import drafter_loss, pick_chunk
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.predict import Geometry, Rates, Settings, head_flops, target_flops, trunk_flops
 from draftsmith.records import DrafterSpec, PackedRow
@@ -202,7 +202,7 @@ def loss_chunk(
     hidden = torch.randn(rows, spec.hidden_size, device=device, dtype=dtype)
     where = torch.arange(rows, device=device)
     weights = torch.ones(-(-rows // spec.block_size), spec.block_size, device=device)
-    chunk = one_graph(head_chunk) if compiled else None
+    chunk = pick_chunk("auto", spec, device, dtype, compiled)
     return lambda: drafter_loss(
         hidden, where * 0, where, weights, head, spec, kind="decay", chunk_rows=rows, chunk=chunk
     )
