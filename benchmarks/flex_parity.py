@@ -29,20 +29,23 @@ class Case:
     window: int | None
     heads: int
     kv_heads: int
+    size: int = 64
 
     def __str__(self) -> str:
         shape = f"T{self.context} A{len(self.low)} B{self.block_size} heads {self.heads}/{self.kv_heads}"
         return shape + (f" window {self.window}" if self.window else "")
 
 
-def make_case(context: int, anchors: int, block_size: int, window: int | None, heads: int, kv_heads: int) -> Case:
+def make_case(
+    context: int, anchors: int, block_size: int, window: int | None, heads: int, kv_heads: int, size: int = 64
+) -> Case:
     """Documents of random length, sorted anchors, the last three slots unused."""
     rng = np.random.default_rng([context, anchors, block_size])
     starts = np.sort(np.append(rng.choice(np.arange(1, context), 4, replace=False), 0))
     high = np.sort(rng.choice(np.arange(context), anchors, replace=False))
     low = starts[np.searchsorted(starts, high, side="right") - 1]
     low[-3:], high[-3:] = 0, 0
-    return Case(low, high, context, block_size, window, heads, kv_heads)
+    return Case(low, high, context, block_size, window, heads, kv_heads, size)
 
 
 CASES = [
@@ -54,6 +57,7 @@ CASES = [
     make_case(1000, 50, 8, 20, 6, 2),
     make_case(1000, 32, 16, None, 8, 2),
     make_case(1024, 33, 16, None, 8, 2),
+    make_case(1024, 48, 16, None, 8, 2, 128),
 ]
 
 
@@ -78,7 +82,7 @@ def attention_errors(case: Case, dtype: torch.dtype, fused: str = "flex") -> dic
     """Relative error of output and of the gradients of q, k, v; the reference is SDPA in float64."""
     torch._dynamo.reset()  # each case has shapes of its own
     generator = torch.Generator("cuda").manual_seed(0)
-    queries, d = len(case.low) * case.block_size, 64
+    queries, d = len(case.low) * case.block_size, case.size
 
     def draw(heads: int, n: int) -> torch.Tensor:
         return torch.randn(heads, n, d, device="cuda", generator=generator, dtype=torch.float64)

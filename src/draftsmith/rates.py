@@ -78,14 +78,16 @@ def measure(work: Work, device: torch.device) -> Rates:
     speed, fixed, drafter = _trunk(work, rows, device, dtype, timer)
     chunk = min(settings.chunk_rows, max(1, round(settings.trained)))
     compiled = compiling.wanted(work.config, device)
-    head = timer.once(loss_chunk(spec, chunk, device, dtype, compiled)) / chunk
+    head = timer.once(loss_chunk(spec, chunk, device, dtype, compiled, work.config.loss.softmax)) / chunk
     optimizer = make_optimizer(drafter, work.config.train, one_pass=compiled)
     parameters = list(drafter.parameters())
 
     def update() -> None:
         if isinstance(optimizer, OnePassAdamW):
             gradients = {p: p.grad for p in parameters if p.grad is not None}
-            optimizer.update(gradients, {}, clip_factor(list(gradients.values()), 1.0, device)[1])
+            optimizer.update(
+                gradients, {}, clip_factor(list(gradients.values()), 1.0, device, work.config.train.attention)[1]
+            )
         else:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
@@ -196,13 +198,18 @@ def _all(run: Callable[[PackedRow], Any], rows: Sequence[PackedRow]) -> None:
 
 
 def loss_chunk(
-    spec: DrafterSpec, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool = False
+    spec: DrafterSpec,
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool = False,
+    softmax: str = "auto",
 ) -> Callable[[], Any]:
     head = torch.randn(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
     hidden = torch.randn(rows, spec.hidden_size, device=device, dtype=dtype)
     where = torch.arange(rows, device=device)
     weights = torch.ones(-(-rows // spec.block_size), spec.block_size, device=device)
-    chunk = pick_chunk("auto", spec, device, dtype, compiled)
+    chunk = pick_chunk(softmax, spec, device, dtype, compiled)
     return lambda: drafter_loss(
         hidden, where * 0, where, weights, head, spec, kind="decay", chunk_rows=rows, chunk=chunk
     )

@@ -74,7 +74,13 @@ def test_bad_input(monkeypatch):
         assert pick_attention("triton", torch.device("cuda"), head_dim, torch.bfloat16) == "triton"
     with pytest.raises(InputError, match="no backward on a CPU"):
         pick_attention("triton", torch.device("cpu"), 64, torch.float32)
-    for head_dim, dtype in ((80, torch.bfloat16), (8, torch.float16), (64, torch.float32), (64, torch.float64)):
+    for head_dim, dtype in (
+        (80, torch.bfloat16),
+        (256, torch.bfloat16),
+        (8, torch.float16),
+        (64, torch.float32),
+        (64, torch.float64),
+    ):
         with pytest.raises(InputError, match="power of two"):
             pick_attention("triton", torch.device("cuda"), head_dim, dtype)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -175,7 +175,7 @@ def test_what_the_machine_lacks_is_one_line_whoever_is_compiled(made, fault, cau
         raise InductorError(fault, None)
 
     compiler, _, recorded = made()
-    extract = SimpleNamespace(compile=lambda **how: None, deviation=fail, target=compiler.target)
+    extract = SimpleNamespace(compile=lambda **how: None, deviation=fail, target=compiler.target, intervals=None)
     with pytest.raises(InputError) as caught, compiler._explained():
         compiler._target(extract, None)
     assert str(caught.value).startswith("compile: this machine cannot compile (")
@@ -197,7 +197,8 @@ def test_what_the_machine_lacks_is_one_line_whoever_is_compiled(made, fault, cau
 )
 def test_a_target_whose_compiled_layers_differ_by_more_than_rounding_runs_uncompiled(made, dtype, fields, right, wrong):
     compiler, said, _ = made(*fields)
-    extract = SimpleNamespace(compile=lambda **how: None, compiled="layers", target=SimpleNamespace(dtype=dtype))
+    target = SimpleNamespace(dtype=dtype)
+    extract = SimpleNamespace(compile=lambda **how: None, compiled="layers", target=target, intervals=None)
     extract.deviation = lambda row: right
     compiler._target(extract, None)
     assert compiler.facts["target"] == "compiled" and extract.compiled and not said
@@ -205,6 +206,29 @@ def test_a_target_whose_compiled_layers_differ_by_more_than_rounding_runs_uncomp
     compiler._target(extract, None)
     assert compiler.facts["target"].startswith("one of its layers then differs from single documents by ")
     assert extract.compiled is None and said == [f"the target is not compiled: {compiler.facts['target']}"]
+
+
+@pytest.mark.parametrize("fault", [ValueError("queries of 192 numbers"), 0.5])
+def test_a_target_that_our_kernels_do_not_fit_is_compiled_with_flex(made, fault):
+    compiler, said, recorded = made()
+    extract = SimpleNamespace(compiled="layers", target=SimpleNamespace(dtype=torch.bfloat16))
+
+    def build(*, fp8, attention):
+        extract.intervals = None if attention == "flex" else {}
+
+    def deviation(row):
+        if extract.intervals is None:
+            return 5e-3
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    extract.compile, extract.deviation = build, deviation
+    compiler._target(extract, None)
+    assert compiler.facts["target"] == "compiled" and compiler.facts["target_attention"] == "flex"
+    (line,) = said
+    assert line.startswith("the target does not attend by our kernels: ") and line.endswith("flex_attention is tried")
+    assert extract.compiled and not recorded
 
 
 @pytest.mark.parametrize(("start", "waits"), [("auto", True), ("first", True), ("together", False)])
@@ -236,6 +260,9 @@ def test_the_profiled_step_must_have_run_fused_attention_both_ways():
     forward, backward = "triton_tem_fused_flex_attention_1", "triton_tem_fused_flex_attention_backward_2"
     compiling.check_kernels({forward: 5, backward: 5, "other": 90}, "flex")
     compiling.check_kernels({"other": 90}, "dense")
+    compiling.check_kernels({forward: 5, backward: 5, "_softmax_rows_kernel": 4}, "flex", "triton")
+    with pytest.raises(FallbackError, match="did not run our softmax"):
+        compiling.check_kernels({forward: 5, backward: 5}, "flex", "triton")
     for missing in ({forward: 5}, {backward: 5}, {"softmax_kernel": 5}):
         with pytest.raises(FallbackError, match="no fused attention kernels"):
             compiling.check_kernels(missing, "flex")

@@ -69,7 +69,7 @@ def pick_attention(name: str, device: torch.device, head_dim: int, dtype: torch.
     if name == "triton" and not triton_does(head_dim, dtype):
         raise InputError(
             f"train.attention=triton: heads of {head_dim} in {str(dtype).removeprefix('torch.')}: it needs Triton, a "
-            f"power of two from 16 on, and 16-bit numbers: use flex or auto"
+            f"power of two from 16 to 128, and 16-bit numbers: use flex or auto"
         )
     if name != "auto":
         return name
@@ -79,9 +79,9 @@ def pick_attention(name: str, device: torch.device, head_dim: int, dtype: torch.
 
 
 def triton_does(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether our kernels do such heads, and Triton is here.  float32 they would do without tensor cores, and
-    compile for a minute."""
-    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0 and dtype.itemsize == 2
+    """Whether our kernels do such heads, and Triton is here.  Larger heads want more shared memory than many cards
+    have; float32 they would do without tensor cores, and compile for a minute."""
+    fits = 16 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0 and dtype.itemsize == 2
     return fits and importlib.util.find_spec("triton") is not None
 
 

@@ -24,6 +24,8 @@ PARTS = 2
 QUERY_GRADIENT_STAGES, KEY_GRADIENT_STAGES = 2, 2
 KEY_GRADIENT_QUERIES = 64
 """How many queries the gradient of a tile of keys takes at a time."""
+MOST_TILES = 65535
+"""What a grid's second axis takes."""
 LOG2_E = 1.4426950408889634
 
 
@@ -40,9 +42,13 @@ def _attend(
     """Output [N, Q, D], of the layout [Q, N, D], and log2 of the sums of exponentials, float32 [M, Q * heads of M]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
     rows = queries * heads // groups
-    if len(query_tiles) != triton.cdiv(rows, TILE):
+    if k.shape != v.shape or size != k.shape[2]:
+        raise ValueError(f"queries of {size} numbers, keys {list(k.shape)}, values {list(v.shape)}")
+    fits = sees.shape[1] == queries and len(query_tiles) == triton.cdiv(rows, TILE)
+    if not fits or len(key_tiles) != triton.cdiv(keys, TILE) or max(len(query_tiles), len(key_tiles)) > MOST_TILES:
         raise ValueError(
-            f"{len(query_tiles)} tiles of a mask for {queries} queries of {heads} heads in {groups} groups"
+            f"a mask of {sees.shape[1]} queries, {len(query_tiles)} and {len(key_tiles)} tiles for {queries} queries "
+            f"of {heads} heads in {groups} groups and {keys} keys; at most {MOST_TILES} tiles"
         )
     out, sums = _empty_out(q), q.new_empty(groups, rows, dtype=torch.float32)
     _forward_kernel[groups, len(query_tiles)](
@@ -59,6 +65,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, and of k and v in parts, [M * parts, S, D]."""
     (heads, queries, size), (groups, keys, _) = q.shape, k.shape
+    assert grad.stride() == q.stride()  # the gradient of keys is told one of them
     parts = _parts(heads // groups)
     grad_q, of_query = _empty_out(q), q.new_empty(*sums.shape, 2, dtype=torch.float32)
     grad_k, grad_v = (q.new_empty(groups * parts, keys, size) for _ in range(2))
@@ -117,7 +124,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _differentiate(ctx: Any, grad: Tensor, unused: None) -> tuple[Tensor | None, ...]:
     q, k, v, *mask, out, sums = ctx.saved_tensors
     if grad.stride() != q.stride():
-        grad = torch.empty_like(q).copy_(grad)
+        grad = torch.empty_strided(q.shape, q.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
     grad_q, *parts = torch.ops.draftsmith.attend_backward(q, k, v, out, grad, sums, *mask, ctx.scale)
     grad_k, grad_v = (x.unflatten(0, (k.shape[0], -1)).sum(1) for x in parts)
     return grad_q, grad_k, grad_v, *(None,) * 4
@@ -281,7 +288,7 @@ def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, of_query_ptr, grad_k_ptr
                          out_row, HEADS: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr,
                          D: tl.constexpr):  # fmt: skip
     """The rows that see all of the keys are shared out among the parts; the first takes those before and the keys' own,
-    the last those behind."""
+    the last those behind.  Where none sees all, those that see some are shared out."""
     group, part, tile = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
     n, d = tile * B + tl.arange(0, B), tl.arange(0, D)
     there = n < keys
@@ -293,12 +300,15 @@ def _key_gradient_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, of_query_ptr, grad_k_ptr
     tiles_ptr += tile * 6
     c0, f0, f1, c1 = tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
     o0, o1 = tl.load(tiles_ptr + 4), tl.load(tiles_ptr + 5)
-    share = tl.cdiv(f1 - f0, PARTS * STEP) * STEP
-    begin = f0 + part * share
-    end = tl.minimum(begin + share, f1)
-    f0 = tl.where(part == 0, f0, c0)  # nothing before and no own ones for the other parts
+    some = f1 > f0
+    low, high = tl.where(some, f0, c0), tl.where(some, f1, c1)
+    share = tl.cdiv(high - low, PARTS * STEP) * STEP
+    begin, end = low + part * share, tl.minimum(low + (part + 1) * share, high)
+    c0 = tl.where(some, tl.where(part > 0, f0, c0), begin)
+    f0 = tl.where(some, f0, end)
+    begin = tl.where(some, begin, end)
+    f1 = tl.where(some & (part == PARTS - 1), f1, c1)
     o1 = tl.where(part == 0, o1, o0)
-    c1 = tl.where(part == PARTS - 1, c1, f1)
     lo_ptr, hi_ptr = sees_ptr, sees_ptr + queries
     gk, gv = tl.zeros([B, D], tl.float32), tl.zeros([B, D], tl.float32)
     for first in range(c0, f0, STEP):

@@ -58,7 +58,7 @@ def drafter_loss(
     weights_AB: decay weights; `dpace` takes only their shape.
     kind: decay, sum(w * CE) with the given weights, denominator sum(w); or dpace (arXiv 2605.18810), whose weights
     follow from the CE of the block itself, denominator: the number of anchors that count.
-    chunk: a compiled `head_chunk`; the last chunk is then filled up, so that its shape never changes.
+    chunk: a compiled `head_chunk`, or `triton_chunk`; the last is then filled up, so that its shape never changes.
     """
     weighted, ce_R, correct_R = _FrozenHead.apply(
         hidden_QH, labels_R, where_R, weights_AB, head_VH, spec, kind, alpha, chunk_rows, chunk
@@ -128,19 +128,18 @@ class _FrozenHead(torch.autograd.Function):
                 every[piece] = part
         ce_R, correct_R, grad_RH, share_R = ce_R[:rows], correct_R[:rows], grad_RH[:rows], share_R[:rows]
         weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha)
-        ctx.save_for_backward(grad_RH, share_R, weights_R, where_R, labels_R, head_VH)
+        ctx.save_for_backward(grad_RH, share_R, weights_R, where_R)
         ctx.queries, ctx.ours = len(hidden_QH), chunk is triton_chunk
         ctx.mark_non_differentiable(ce_R, correct_R)
         return (weights_R * ce_R).sum(), ce_R, correct_R
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
-        grad_RH, share_R, weights_R, where_R, labels_R, head_VH = ctx.saved_tensors
+        grad_RH, share_R, weights_R, where_R = ctx.saved_tensors
         if ctx.ours:
             from draftsmith.drafter import row_kernels
 
-            factor_R = weights_R * grad
-            grad_QH = row_kernels.hidden_gradient(grad_RH, share_R, factor_R, labels_R, head_VH, where_R, ctx.queries)
+            grad_QH = row_kernels.hidden_gradient(grad_RH, share_R * weights_R * grad, where_R, ctx.queries)
             return (grad_QH, *(None,) * 9)
         grad_QH = grad_RH.new_zeros(ctx.queries, grad_RH.shape[1])
         grad_QH.index_copy_(0, where_R, grad_RH * (weights_R * grad)[:, None].to(grad_RH.dtype))
@@ -198,8 +197,8 @@ def pick_chunk(
 def triton_chunk(
     hidden_CH: Tensor, labels_C: Tensor, head_VH: Tensor, spec: DrafterSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With our own kernel between the two products: CE, argmax == label, and, for `row_kernels.hidden_gradient`, the
-    exponentials times the head and what makes shares of them.  For logits as the head gives them."""
+    """With our own kernel between the two products: CE, argmax == label, and two whose product is dCE/dhidden, [C, H]
+    and [C].  For logits as the head gives them."""
     from draftsmith.drafter import row_kernels
 
     logits_CV = hidden_CH @ head_VH.T

@@ -35,6 +35,7 @@ def norm_rotate(x_PC: Tensor, weight_D: Tensor, cos_PD: Tensor, sin_PD: Tensor, 
 @torch.library.custom_op("draftsmith::norm_rotate", mutates_args=())
 def _norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     size, (rows, width) = len(weight), x.shape
+    assert x.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and weight.is_contiguous()
     out = x.new_empty(rows, width // size, size)
     _norm_rotate_kernel[triton.cdiv(out.numel(), ROTATE_TILE * size),](
         x, weight, cos, sin, out, rows, eps, x.stride(0), HEADS=width // size, B=ROTATE_TILE, H=size // 2,
@@ -88,6 +89,7 @@ def silu_mul(gate_up_P2I: Tensor) -> Tensor:
 
 @torch.library.custom_op("draftsmith::silu_mul", mutates_args=())
 def _silu_mul(x: Tensor) -> Tensor:
+    assert x.is_contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _silu_mul_kernel[len(x), triton.cdiv(out.shape[1], SILU_TILE)](x, out, out.shape[1], B=SILU_TILE)
     return out
@@ -95,8 +97,8 @@ def _silu_mul(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("draftsmith::silu_mul_backward", mutates_args=())
 def _silu_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    width = grad.shape[1]
+    assert x.is_contiguous() and grad.is_contiguous()
+    out, width = torch.empty_like(x), grad.shape[1]
     _silu_mul_gradient_kernel[len(x), triton.cdiv(width, SILU_TILE)](grad, x, out, width, B=SILU_TILE)
     return out
 
@@ -122,8 +124,8 @@ _silu_mul.register_autograd(
 
 
 def softmax_rows(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy, argmax == label (first of equals) and share, float32 [R]; of the logits become exponentials, in
-    place, which times share are the softmax.  CE is Inf where a logit is 120 above label and first SOFTMAX_TILE."""
+    """Cross entropy, argmax == label (first of equals) and share, float32 [R]; of the logits becomes, in place, what
+    times share is the gradient of CE.  CE is Inf where a logit is 120 above label and first SOFTMAX_TILE."""
     logits_RV, labels_R = logits_RV.contiguous(), labels_R.contiguous()
     ce, correct, share = (torch.empty(len(labels_R), device=logits_RV.device) for _ in range(3))
     _softmax_rows_kernel[len(labels_R),](
@@ -132,15 +134,13 @@ def softmax_rows(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor, T
     return ce, correct, share
 
 
-def hidden_gradient(
-    sums_RH: Tensor, share_R: Tensor, factor_R: Tensor, labels_R: Tensor, head_VH: Tensor, where_R: Tensor, queries: int
-) -> Tensor:
-    """factor * (share * sums - the head's row of the label), [Q, H], zeros where no row goes.  sums: exponentials times
-    the head."""
+def hidden_gradient(sums_RH: Tensor, factor_R: Tensor, where_R: Tensor, queries: int) -> Tensor:
+    """factor * sums at rows `where`, [Q, H], zeros where no row goes."""
+    assert all(x.is_contiguous() for x in (sums_RH, factor_R, where_R))
     out = sums_RH.new_zeros(queries, sums_RH.shape[1])
     width = sums_RH.shape[1]
-    _hidden_gradient_kernel[len(labels_R), triton.cdiv(width, SILU_TILE)](
-        sums_RH, share_R, factor_R, labels_R, head_VH, where_R, out, width, B=SILU_TILE
+    _hidden_gradient_kernel[len(where_R), triton.cdiv(width, SILU_TILE)](
+        sums_RH, factor_R, where_R, out, width, B=SILU_TILE
     )
     return out
 
@@ -150,6 +150,7 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
     large = [x for x in tensors if x.numel() > SQUARES_TILE]
     small = [x.reshape(-1).float() for x in tensors if x.numel() <= SQUARES_TILE]
     every = [*large, torch.cat(small)] if small else large
+    assert all(x.is_contiguous() for x in every)
     sums = torch.empty(len(every), SQUARES_PROGRAMS, device=every[0].device)
     for x, out in zip(every, sums, strict=True):
         _squares_kernel[SQUARES_PROGRAMS,](x, out, x.numel(), B=SQUARES_TILE, num_warps=8)
@@ -261,6 +262,9 @@ def _softmax_rows_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, share_ptr,
         top = tl.maximum(top, y)
     whole, best = tl.sum(total, 0), tl.max(top, 0)
     whole = tl.where(best - base > 80.0, float("inf"), whole)
+    tl.debug_barrier()  # the label's is written once more, by one thread: its difference from 1 before it is rounded
+    own = tl.exp2(picked * log2_e - base * log2_e) - whole
+    tl.store(logits_ptr + label, own.to(logits_ptr.dtype.element_ty))
     tl.store(share_ptr + row, 1.0 / whole)
     tl.store(ce_ptr + row, tl.log(whole) - (picked - base))
     first_of_equals = tl.min(tl.where(top == best, at, vocab), 0)
@@ -268,14 +272,11 @@ def _softmax_rows_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, share_ptr,
 
 
 @triton.jit
-def _hidden_gradient_kernel(sums_ptr, share_ptr, factor_ptr, labels_ptr, head_ptr, where_ptr, out_ptr, width,
-                            B: tl.constexpr):  # fmt: skip
+def _hidden_gradient_kernel(sums_ptr, factor_ptr, where_ptr, out_ptr, width, B: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     sums = tl.load(sums_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-    own = tl.load(head_ptr + tl.load(labels_ptr + row) * width + at, mask=at < width, other=0.0).to(tl.float32)
-    grad = (sums * tl.load(share_ptr + row) - own) * tl.load(factor_ptr + row)
     out_ptr += tl.load(where_ptr + row) * width + at
-    tl.store(out_ptr, grad.to(out_ptr.dtype.element_ty), mask=at < width)
+    tl.store(out_ptr, (sums * tl.load(factor_ptr + row)).to(out_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit

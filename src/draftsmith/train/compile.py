@@ -30,6 +30,7 @@ from torch import Tensor
 from draftsmith import env
 from draftsmith.config import Config
 from draftsmith.drafter import fp8
+from draftsmith.drafter.loss import triton_chunk
 from draftsmith.errors import FallbackError, InputError
 from draftsmith.provenance import gpu
 from draftsmith.provenance.torchstate import read_counters
@@ -216,31 +217,42 @@ class Compiler:
                 dtype=step.compute_dtype, device=self.device,
             )  # fmt: skip
             self._drafter(step, row, features)
+            self.facts["softmax"] = "triton" if step.chunk is triton_chunk else "torch"
             if self.device.type == "cuda":
                 self.facts["kernels"] = kernels_of(lambda: self._drafter(step, row, features))
-                check_kernels(self.facts["kernels"], step.attention)
+                check_kernels(self.facts["kernels"], step.attention, self.facts["softmax"])
 
     def _target(self, extract: FeatureExtractor, row: PackedRow) -> None:
-        eight = self.config.train.fp8 in ("target", "both")
-        why = extract.compile(fp8=eight, attention=self.config.train.attention)
-        if why is None:
-            try:
-                apart = extract.deviation(row)
-                # of one layer.  bfloat16: a dozen roundings of 0.17% each, of either sign, make some 0.6% on each side;
-                # sharp attention adds little, as a sum weighs the values by it.  e4m3: 3.7% a product, a handful
-                bound = 0.2 if eight else 1e-4 if extract.target.dtype == torch.float32 else 2e-2
-                if not apart < bound:
-                    why = f"one of its layers then differs from single documents by {apart:.1e} (bound {bound:g})"
-            except Exception as error:  # whatever torch says when a model's code does not compile
-                why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-                if out_of_memory(error) or _machine_fault(error) is not None:
-                    raise
+        why = self._compiled(extract, row, self.config.train.attention)
+        if why is not None and extract.intervals is not None:
+            self.say(f"the target does not attend by our kernels: {why}: flex_attention is tried")
+            why = self._compiled(extract, row, "flex")
         if why is not None:
             extract.compiled = None
             self.say(f"the target is not compiled: {why}")
             if self.device.type == "cuda":
                 self.fell_back(f"the target is not compiled: {why}")
         self.facts["target"] = why or "compiled"
+        if why is None:
+            self.facts["target_attention"] = "flex" if extract.intervals is None else "triton"
+
+    def _compiled(self, extract: FeatureExtractor, row: PackedRow, attention: str) -> str | None:
+        """Compile the target's layers and hold them against the uncompiled ones.  None, or why they are not used."""
+        eight = self.config.train.fp8 in ("target", "both")
+        why = extract.compile(fp8=eight, attention=attention)
+        if why is None:
+            try:
+                apart = extract.deviation(row)
+                # of one layer.  bfloat16: a dozen roundings of 0.17% each, of either sign, make some 0.6% on each side;
+                # sharp attention adds little, as a sum weighs the values by it.  e4m3: 3.7% a product, a handful
+                bound = 0.14 if eight else 1e-4 if extract.target.dtype == torch.float32 else 2e-2
+                if not apart < bound:
+                    why = f"one of its layers then differs from single documents by {apart:.1e} (bound {bound:g})"
+            except Exception as error:  # whatever torch says when a model's code does not compile
+                why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+                if out_of_memory(error) or _machine_fault(error) is not None:
+                    raise
+        return why
 
     def _drafter(self, step: RowStep, row: PackedRow, features: Tensor) -> None:
         sums = step.run(row, step.blocks(row), features)
@@ -259,7 +271,7 @@ class Compiler:
             what = _machine_fault(error)
             if what is None:
                 raise
-            advice = "install a C++ compiler and Python's headers, or set compile.enabled=false"
+            advice = "install a C++ compiler and Python's headers, or set compile.enabled=false, train.attention=sdpa"
             if any(word in what for word in FULL):
                 advice = f"free space in compile.cache_dir ({self.folder}) and in {tempfile.gettempdir()}"
             raise InputError(f"compile: this machine cannot compile ({what}): {advice}") from error
@@ -371,7 +383,7 @@ def warm_optimizer(step: RowStep) -> None:
             scratch = [torch.zeros(like.numel(), device=device, dtype=like.dtype) for _ in range(3)]
             gradient = torch.zeros(like.numel(), device=device, dtype=dtype)
             copy = torch.zeros(like.numel(), device=device, dtype=step.compute_dtype) if copied else None
-            _, factor = optim.clip_factor([gradient], 1.0, device)
+            _, factor = optim.clip_factor([gradient], 1.0, device, step.attention)
             optim._adamw(*scratch, gradient, copy, factor, torch.ones(7, device=device))
 
 
@@ -404,11 +416,10 @@ def made_up_row(config: Config, block_size: int) -> PackedRow:
 
 FUSED = {"flex": ("flex_attention", "flex_attention_backward"), "triton": ("_forward_kernel", "_key_gradient_kernel")}
 """By how a drafter attends: words in the names of kernels, forward and backward."""
-NAMED = ("attention", "softmax", "_forward_kernel", "_gradient_kernel")
 
 
 def kernels_of(run: Callable[[], Any]) -> dict[str, int]:
-    """Kernels that `run` launches on the GPU, with how often; products and attention by name, the rest summed up."""
+    """Kernels that `run` launches on the GPU, with how often; attention and ours (_...) by name, the rest summed."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
@@ -416,13 +427,16 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem"):
-            name = event.name if any(word in event.name for word in NAMED) else "other"
+            named = event.name.startswith("_") or any(word in event.name for word in ("attention", "softmax"))
+            name = event.name if named else "other"
             counts[name] = counts.get(name, 0) + 1
     return counts
 
 
-def check_kernels(kernels: dict[str, int], attention: str) -> None:
-    """Raises FallbackError unless the fused attention kernels ran, forward and backward."""
+def check_kernels(kernels: dict[str, int], attention: str, softmax: str = "torch") -> None:
+    """Raises FallbackError unless the fused kernels ran: attention forward and backward, our softmax if it was to."""
+    if softmax == "triton" and "_softmax_rows_kernel" not in kernels:
+        raise FallbackError(f"the profiled step did not run our softmax: {sorted(kernels)}")
     if attention not in FUSED:
         return
     forward, backward = FUSED[attention]

@@ -78,5 +78,8 @@ def not_finite(waiting: Sequence[StepSums]) -> tuple[int, str] | None:
             if not features:
                 return sums.step + 1, f"features of epoch {epoch}, row {index} hold NaN or Inf"
             if not loss:
-                return sums.step + 1, f"the loss of epoch {epoch}, row {index} is NaN or Inf"
+                return sums.step + 1, (
+                    f"the loss of epoch {epoch}, row {index} is NaN or Inf (where a logit is 120 above its label, as "
+                    f"our kernel has it: set loss.softmax=torch)"
+                )
     return None

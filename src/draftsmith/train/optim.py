@@ -112,12 +112,18 @@ def adamw(
 _adamw: Any = torch.compile(adamw, fullgraph=True, dynamic=True)
 
 
-def clip_factor(gradients: Sequence[Tensor], most: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim, at least float32."""
+def clip_factor(
+    gradients: Sequence[Tensor], most: float, device: torch.device, attention: str = "sdpa"
+) -> tuple[Tensor, Tensor]:
+    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim, at least float32.
+
+    attention: with triton, or auto on a GPU, our kernel sums the squares too.
+    """
     if not gradients:
         return torch.zeros((), device=device), torch.ones((), device=device)
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    if device.type == "cuda" and wide == torch.float32 and importlib.util.find_spec("triton") is not None:
+    ours = attention in ("triton", "auto") and device.type == "cuda" and wide == torch.float32
+    if ours and importlib.util.find_spec("triton") is not None:
         from draftsmith.drafter import row_kernels
 
         norm = row_kernels.norm(gradients)
