@@ -1,7 +1,8 @@
 """Linear layers whose products run in 8-bit floating point (Hopper and later).  An experiment, off by default.
 
 Every operand, joined projections as one, is scaled by its own largest magnitude, anew at each product: e4m3 for inputs
-and weights, e5m2 for gradients.  Frozen layers have a scale for each row of inputs and each output.  Suffixes: M rows, K inputs, N outputs.
+and weights, e5m2 for gradients.  Frozen layers have a scale for each row of inputs and each output.
+Suffixes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
