@@ -132,7 +132,9 @@ def test_a_row_that_does_not_fit_ends_in_one_line_and_what_it_names_fits(tmp_pat
     [((), "_forward_kernel", "_key_gradient_kernel"), (WITHOUT_OUR_KERNELS, "flex_attention", "backward")],
 )
 def test_the_fused_attention_kernels_ran(tmp_path, fields, forward, backward):
-    kernels = built(tmp_path, *fields).compiler.facts["kernels"]
+    facts = built(tmp_path, *fields).compiler.facts
+    kernels = facts["kernels"]
+    assert facts["target_attention"] == ("flex" if fields else "triton") and "our_kernels_refused" not in facts
     assert any(forward in n and backward not in n for n in kernels) and any(backward in n for n in kernels), kernels
     assert not any("softmax" in name and name != "_softmax_rows_kernel" for name in kernels), kernels
 

@@ -228,7 +228,11 @@ def test_a_target_that_our_kernels_do_not_fit_is_compiled_with_flex(made, fault)
     assert compiler.facts["target"] == "compiled" and compiler.facts["target_attention"] == "flex"
     (line,) = said
     assert line.startswith("the target does not attend by our kernels: ") and line.endswith("flex_attention is tried")
-    assert extract.compiled and not recorded
+    assert compiler.facts["our_kernels_refused"] in line and compiler.facts["target_apart"] == 5e-3
+    assert extract.compiled and recorded == ([] if isinstance(fault, Exception) else [line])  # wrong numbers are no fit
+    compiler, _, _ = made("train.attention=triton")  # asked for: not replaced
+    compiler._target(extract, None)
+    assert compiler.facts["target"] != "compiled" and "target_attention" not in compiler.facts
 
 
 @pytest.mark.parametrize(("start", "waits"), [("auto", True), ("first", True), ("together", False)])

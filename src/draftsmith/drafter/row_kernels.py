@@ -29,7 +29,8 @@ def norm_rotate(x_PC: Tensor, weight_D: Tensor, cos_PD: Tensor, sin_PD: Tensor, 
 
     Differentiable in x and weight.  cos, sin: as `model.rotary_tables` makes them, both halves alike.
     """
-    return torch.ops.draftsmith.norm_rotate(x_PC, weight_D, cos_PD, sin_PD, eps)
+    # tables of trained slots of blocks of two are a view with gaps
+    return torch.ops.draftsmith.norm_rotate(x_PC, weight_D, cos_PD.contiguous(), sin_PD.contiguous(), eps)
 
 
 @torch.library.custom_op("draftsmith::norm_rotate", mutates_args=())
@@ -264,6 +265,7 @@ def _softmax_rows_kernel(logits_ptr, labels_ptr, ce_ptr, correct_ptr, share_ptr,
     whole = tl.where(best - base > 80.0, float("inf"), whole)
     tl.debug_barrier()  # the label's is written once more, by one thread: its difference from 1 before it is rounded
     own = tl.exp2(picked * log2_e - base * log2_e) - whole
+    own = tl.where(whole == float("inf"), 0.0, own)  # such a row only makes the loss Inf
     tl.store(logits_ptr + label, own.to(logits_ptr.dtype.element_ty))
     tl.store(share_ptr + row, 1.0 / whole)
     tl.store(ce_ptr + row, tl.log(whole) - (picked - base))

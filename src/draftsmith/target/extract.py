@@ -122,7 +122,7 @@ class FeatureExtractor:
         if self.target.forward != "packed":
             return "it runs one document at a time"
         why = unsupported(self.target.text_config)
-        self.intervals = None
+        self.intervals = self.compiled = None
         if why is None:
             layers = [with_linear(layer, FrozenLinear) if fp8 else layer for layer in self.trunk.layers]
             compiled = [one_graph(layer) for layer in layers]

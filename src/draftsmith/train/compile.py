@@ -223,10 +223,16 @@ class Compiler:
                 check_kernels(self.facts["kernels"], step.attention, self.facts["softmax"])
 
     def _target(self, extract: FeatureExtractor, row: PackedRow) -> None:
-        why = self._compiled(extract, row, self.config.train.attention)
-        if why is not None and extract.intervals is not None:
-            self.say(f"the target does not attend by our kernels: {why}: flex_attention is tried")
-            why = self._compiled(extract, row, "flex")
+        asked = self.config.train.attention
+        why, wrong = self._compiled(extract, row, asked)
+        eight = self.config.train.fp8 in ("target", "both")
+        if why is not None and extract.intervals is not None and asked == "auto" and not (wrong and eight):
+            line = f"the target does not attend by our kernels: {why}: flex_attention is tried"
+            self.say(line)
+            self.facts["our_kernels_refused"] = why
+            if wrong:
+                self.fell_back(line)
+            why, _ = self._compiled(extract, row, "flex")
         if why is not None:
             extract.compiled = None
             self.say(f"the target is not compiled: {why}")
@@ -236,23 +242,27 @@ class Compiler:
         if why is None:
             self.facts["target_attention"] = "flex" if extract.intervals is None else "triton"
 
-    def _compiled(self, extract: FeatureExtractor, row: PackedRow, attention: str) -> str | None:
-        """Compile the target's layers and hold them against the uncompiled ones.  None, or why they are not used."""
+    def _compiled(self, extract: FeatureExtractor, row: PackedRow, attention: str) -> tuple[str | None, bool]:
+        """Compile the target's layers and hold them against the uncompiled ones.  None, or why they are not used; and
+        whether that is that they differ."""
         eight = self.config.train.fp8 in ("target", "both")
         why = extract.compile(fp8=eight, attention=attention)
         if why is None:
             try:
-                apart = extract.deviation(row)
+                self.facts["target_apart"] = apart = extract.deviation(row)
                 # of one layer.  bfloat16: a dozen roundings of 0.17% each, of either sign, make some 0.6% on each side;
                 # sharp attention adds little, as a sum weighs the values by it.  e4m3: 3.7% a product, a handful
                 bound = 0.14 if eight else 1e-4 if extract.target.dtype == torch.float32 else 2e-2
                 if not apart < bound:
-                    why = f"one of its layers then differs from single documents by {apart:.1e} (bound {bound:g})"
+                    return (
+                        f"one of its layers then differs from single documents by {apart:.1e} (bound {bound:g})",
+                        True,
+                    )
             except Exception as error:  # whatever torch says when a model's code does not compile
                 why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
                 if out_of_memory(error) or _machine_fault(error) is not None:
                     raise
-        return why
+        return why, False
 
     def _drafter(self, step: RowStep, row: PackedRow, features: Tensor) -> None:
         sums = step.run(row, step.blocks(row), features)
@@ -435,10 +445,10 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, int]:
 
 def check_kernels(kernels: dict[str, int], attention: str, softmax: str = "torch") -> None:
     """Raises FallbackError unless the fused kernels ran: attention forward and backward, our softmax if it was to."""
-    if softmax == "triton" and "_softmax_rows_kernel" not in kernels:
-        raise FallbackError(f"the profiled step did not run our softmax: {sorted(kernels)}")
     if attention not in FUSED:
         return
+    if softmax == "triton" and "_softmax_rows_kernel" not in kernels:
+        raise FallbackError(f"the profiled step did not run our softmax: {sorted(kernels)}")
     forward, backward = FUSED[attention]
     back = [n for n in kernels if backward in n]
     if not back or not any(forward in n for n in kernels if n not in back):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -117,13 +116,12 @@ def clip_factor(
 ) -> tuple[Tensor, Tensor]:
     """(norm of all gradients, factor that brings it to at most `most`), both 0-dim, at least float32.
 
-    attention: with triton, or auto on a GPU, our kernel sums the squares too.
+    attention: where the drafter's is triton, our kernel sums the squares too.
     """
     if not gradients:
         return torch.zeros((), device=device), torch.ones((), device=device)
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    ours = attention in ("triton", "auto") and device.type == "cuda" and wide == torch.float32
-    if ours and importlib.util.find_spec("triton") is not None:
+    if attention == "triton" and wide == torch.float32:
         from draftsmith.drafter import row_kernels
 
         norm = row_kernels.norm(gradients)
