@@ -140,7 +140,8 @@ def test_norm_and_rotation_of_heads_and_their_gradients(tokens, heads, head_dim,
 
     norm = RMSNorm(head_dim, 1e-6).cuda()
     norm.weight.data.add_(0.3 * draw(head_dim))
-    tables = rotary_tables(torch.arange(tokens, device="cuda") * 7, head_dim, 1e4)
+    every = rotary_tables(torch.arange(2 * tokens, device="cuda") * 7, head_dim, 1e4)
+    tables = every[0][1::2], every[1][1::2]  # with gaps, as of the trained slots of blocks of two
     x = draw(tokens, heads * head_dim + 8).to(getattr(torch, dtype))[:, :-8].requires_grad_()
     grad = draw(tokens, heads, head_dim).to(x.dtype).transpose(0, 1)
     plain = rotate(norm(x.unflatten(1, (heads, head_dim)).transpose(0, 1)), tables)
