@@ -52,6 +52,8 @@ ARMS: dict[str, list[str]] = {
     "learning rate 2e-3": ["train.learning_rate=2e-3"],
     "D-PACE": ["loss.kind=dpace"],
     "Muon": ["train.optimizer=muon"],
+    "D-PACE, Muon": ["loss.kind=dpace", "train.optimizer=muon"],
+    "Muon, 2e-3": ["train.optimizer=muon", "train.learning_rate=2e-3"],
     "learning rate 5e-4": ["train.learning_rate=5e-4"],
     "learning rate 4e-3": ["train.learning_rate=4e-3"],
     "WSD": ["train.schedule=wsd"],
@@ -65,7 +67,6 @@ ARMS: dict[str, list[str]] = {
     "128 anchors": ["train.anchors=128"],
     "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
     "FP8 drafter": ["train.fp8=drafter"],
-    "Muon, 2e-3": ["train.optimizer=muon", "train.learning_rate=2e-3"],
     "D-PACE, 2e-3": ["loss.kind=dpace", "train.learning_rate=2e-3"],
     "twice the tokens": ["train.steps=2440", "train.accept_every=488", "train.log_every=122"],
 }
