@@ -23,7 +23,7 @@ def write_result(name: str, values: dict[str, Any]) -> Path:
         "cpus": os.cpu_count(),
         "platform": platform.system() + " " + platform.machine(),
         "packages": {p: _version(p) for p in ("torch", "triton", "transformers", "tokenizers", "numpy", "pyarrow")},
-        "commit": _commit(),
+        "commit": commit(),
     }
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
@@ -38,17 +38,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit, marked where the source has changed since; unknown outside a repository."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run(
             [*git, "status", "--porcelain", "../src"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit + (" + changes" if changed.strip() else "")
+    return head + (" + changes" if changed.strip() else "")
 
 
 def _cpu() -> str:

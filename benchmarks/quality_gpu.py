@@ -1,8 +1,9 @@
 """Quality of drafters by recipe, at equal tokens: many arms on one GPU, each a training run measured by replay.
 
     python benchmarks/quality_gpu.py CONFIG [a.b=c ...] [--seconds 520] [--beside 4] [--only SUBSTRING ...]
-        [--add 'NAME: a.b=c a.b=c'] [--seeds NAME ...] [--alone NAME ...] [--tiny]
+        [--add 'NAME: a.b=c a.b=c'] [--seeds NAME ...] [--alone NAME ...] [--cache DIR] [--tiny]
     python benchmarks/quality_gpu.py serve NAME CONFIG [a.b=c ...] [--prompts 24] [--keep]
+    python benchmarks/quality_gpu.py tables        what is in results/quality_smollm2.json, as docs/quality.md has it
 
 Arms run as `draftsmith train` with overrides, `--beside` of them at once; those that share compiled code start when the
 first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
@@ -18,6 +19,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS, write_result
+from _common import RESULTS, commit, write_result
 from peer_speculators import kept
 
 from draftsmith.export import export_folder
@@ -45,30 +47,31 @@ TINY = (
 )  # fmt: skip
 PART = 15 << 20
 """Bytes of a part of the kept weights."""
+SLOW = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
 ARMS: dict[str, list[str]] = {
     "base": [],
     "peer, its own recipe": ["peer", "own"],
-    "peer, our recipe": ["peer", "ours"],
-    "learning rate 2e-3": ["train.learning_rate=2e-3"],
-    "D-PACE": ["loss.kind=dpace"],
-    "Muon": ["train.optimizer=muon"],
-    "D-PACE, Muon": ["loss.kind=dpace", "train.optimizer=muon"],
-    "Muon, 2e-3": ["train.optimizer=muon", "train.learning_rate=2e-3"],
-    "learning rate 5e-4": ["train.learning_rate=5e-4"],
-    "learning rate 4e-3": ["train.learning_rate=4e-3"],
+    "causal in the block": ["drafter.layer_types=sliding", "drafter.sliding_window=2048"],
+    "learning rate 6e-3": ["train.learning_rate=6e-3"],
+    "1024 anchors": ["train.anchors=1024"],
+    "decay": ["loss.kind=decay"],
+    "AdamW": SLOW,
+    "AdamW, decay": [*SLOW, "loss.kind=decay"],
+    "learning rate 1e-3": ["train.learning_rate=1e-3"],
+    "learning rate 1e-2": ["train.learning_rate=1e-2"],
     "WSD": ["train.schedule=wsd"],
+    "weight decay 0.1": ["train.weight_decay=0.1"],
     "B = 8": ["drafter.block_size=8"],
-    "2 layers": ["drafter.num_layers=2"],
     "3 layers": ["drafter.num_layers=3"],
     "8 layers": ["drafter.num_layers=8"],
     "3 features": ["drafter.num_features=3"],
     "8 features": ["drafter.num_features=8"],
     "256 anchors": ["train.anchors=256"],
-    "128 anchors": ["train.anchors=128"],
     "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
     "FP8 drafter": ["train.fp8=drafter"],
-    "D-PACE, 2e-3": ["loss.kind=dpace", "train.learning_rate=2e-3"],
-    "twice the tokens": ["train.steps=2440", "train.accept_every=488", "train.log_every=122"],
+    "peer, our recipe": ["peer", "ours"],
+    "twice the tokens": ["train.steps=2440", "train.accept_every=1220", "train.log_every=122"],
+    "four times the tokens": ["train.steps=4880", "train.accept_every=1220", "train.log_every=244"],
 }
 """The most telling first."""
 
@@ -82,7 +85,12 @@ class Arm:
         self.folder.mkdir()
         self.peer, self.out = fields[:1] == ["peer"], self.folder / "peer.json"
         overrides = [f for f in fields if "=" in f]
-        common = [str(args.config), *args.fields, f"compile.cache_dir={work.parent / 'cache'}", *overrides]
+        common = [
+            str(args.config),
+            *args.fields,
+            f"compile.cache_dir={args.cache or work.parent / 'cache'}",
+            *overrides,
+        ]
         if self.peer:
             attention = "sdpa" if args.tiny or "sdpa" in fields else "flex"
             command = [str(Path(__file__).with_name("peer_speculators.py")), *common, "--recipe", fields[1],
@@ -116,13 +124,19 @@ class Arm:
             self.process.wait()
         if code != 0:
             why = f"exit code {code}" if code is not None else f"longer than {self.limit:.0f} s"
-            return {"failed": why, "said": self.log.read_text()[-1500:]}
+            return {"failed": why, "said": told(self.log.read_text())}
         found = json.loads(self.out.read_text()) if self.peer else read_run(self.run)
         return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.share}
 
     @property
     def run(self) -> Path:
         return self.folder / "arm" / "attempt_1"
+
+
+def told(log: str) -> str:
+    """The end of a log, lines that begin alike once: a lost GPU says the same of every event."""
+    lines = {re.sub(r"[\d.: ]+", "", line)[:60]: line for line in log.splitlines()}
+    return "\n".join(lines.values())[-4000:]
 
 
 def read_run(run: Path) -> dict[str, Any]:
@@ -181,7 +195,7 @@ def run_arms(
                 waiting.append(arm.name)
             elif result is not None:
                 running.remove(arm)
-                found[arm.name] = {"overrides": arms[arm.name], **result}
+                found[arm.name] = {"overrides": arms[arm.name], "commit": commit(), **result}
                 longest = max(longest, result.get("whole_s", 0.0) if not arm.peer else 0.0)
                 if (other := uncompiled(arm.name, found)) is not None:
                     arms.update(other)
@@ -259,6 +273,31 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def tables(found: dict[str, Any]) -> list[str]:
+    """What docs/quality.md shows of the arms, as Markdown: by arm, the best first, then by category."""
+    done = {name: arm for name, arm in found.items() if "curve" in arm}
+    last = {name: arm["curve"][-1] for name, arm in done.items()}
+    order = sorted(done, key=lambda n: -last[n]["accepted_length"]["pooled"])
+    slots = (1, 2, 3, 5, 7)
+    rows = [
+        f"| arm | accepted length | {' | '.join(f'slot {k}' for k in slots)} | training, s (arms at once) | M tokens |",
+        "|---" * (len(slots) + 4) + "|",
+    ]
+    for name in order:
+        point, arm = last[name], done[name]
+        by_slot = " | ".join(f"{point['by_slot'][k - 1] or 0:.2f}" for k in slots)
+        rows.append(
+            f"| {name} | {point['accepted_length']['pooled']:.3f} +- {point['spread']['all']:.3f} | {by_slot} | "
+            f"{point['seconds']:.0f} ({arm['beside']}) | {point['tokens'] / 1e6:.2f} |"
+        )
+    categories = sorted({c for point in last.values() for c in point["by_category"]})
+    rows += ["", f"| arm | {' | '.join(categories)} |", "|---" * (len(categories) + 1) + "|"]
+    for name in order:
+        values = (last[name]["by_category"].get(c, {}).get("pooled") for c in categories)
+        rows.append(f"| {name} | {' | '.join(f'{v:.2f}' if v else '-' for v in values)} |")
+    return rows
+
+
 def line(name: str, arm: dict[str, Any]) -> str:
     if "curve" not in arm:
         return f"{name} | failed: {arm['failed']} | {arm['said'][-300:]!r}"
@@ -278,7 +317,7 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
     arm = Arm(name, [*fields, *often], args, work, 1)
     while (result := arm.found()) is None:
         time.sleep(0.5)
-    found[f"{name}{ALONE}"] = {"overrides": fields, **result}
+    found[f"{name}{ALONE}"] = {"overrides": fields, "commit": commit(), **result}
     print(line(f"{name}{ALONE}", found[f"{name}{ALONE}"]), flush=True)
     if "failed" in result:
         return {}
@@ -343,8 +382,12 @@ def main() -> None:
     parser.add_argument("--alone", action="append", default=[], help="this arm again, alone on the GPU")
     parser.add_argument("--prompts", type=int, default=24, help="of serve")
     parser.add_argument("--keep", action="store_true", help="serve: the exported drafter beside the results")
+    parser.add_argument("--cache", type=Path, help="folder of the compile cache: default a fresh one")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if args.what == ["tables"]:
+        print("\n".join(tables(json.loads((STORED / f"{NAME}.json").read_text())["arms"])))
+        return
     serving = args.what.pop(0) == "serve" if args.what[0] == "serve" else False
     name = args.what.pop(0) if serving else ""
     args.config, args.fields = Path(args.what[0]), [*args.what[1:], *(TINY if args.tiny else ())]

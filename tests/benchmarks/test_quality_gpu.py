@@ -74,7 +74,7 @@ def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch
     commands = []
     monkeypatch.setattr(quality.subprocess, "Popen", lambda command, **more: commands.append(command))
     (tmp_path / "arms").mkdir()
-    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False)
+    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False, cache=None)
     for fields in (["train.seed=1"], ["peer", "ours", "train.seed=1"], ["peer", "own", "train.seed=1", "sdpa"]):
         quality.Arm("name", fields, args, tmp_path / "arms", 4)
     for command in commands:
@@ -89,3 +89,20 @@ def test_a_peer_that_failed_to_compile_is_taken_again_without():
     assert quality.uncompiled("p", {"p": arm((1, 1.0, 2.0), overrides=("peer", "own"))}) is None
     assert quality.uncompiled("x", {"x": {**failed, "overrides": []}}) is None
     assert quality.uncompiled("p", {"p": {**failed, "overrides": ["peer", "own", "sdpa"]}}) is None
+
+
+def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it():
+    warnings = "".join(f"[W1130 05:18:43.{i}] Warning: CUDA warning: unspecified launch failure\n" for i in range(500))
+    said = quality.told("step 1\nRuntimeError: the cause\n" + warnings)
+    assert said.count("CUDA warning") == 1 and "the cause" in said
+
+
+def test_the_document_has_the_tables_of_the_results():
+    found = json.loads((quality.STORED / f"{quality.NAME}.json").read_text())["arms"]
+    document = (quality.STORED.parents[1] / "docs" / "quality.md").read_text()
+    assert "\n".join(quality.tables(found)) in document
+
+
+def test_tables_are_of_arms_that_ended_the_best_first():
+    rows = quality.tables({"a": arm((1, 9.0, 2.0)), "b": arm((1, 8.0, 2.5)), "c": {"failed": "1", "said": ""}})
+    assert [r.split(" | ")[0] for r in rows if r.startswith(("| a", "| b", "| c"))] == ["| arm", "| b", "| a"] * 2
