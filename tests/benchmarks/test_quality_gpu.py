@@ -13,7 +13,7 @@ def point(step: int, seconds: float, pooled: float) -> dict:
     lengths = {"mean_of_answers": pooled, "per_request": pooled, "pooled": pooled, "full_rounds": pooled}
     return {
         "step": step, "tokens": 100 * step, "seconds": seconds, "loss": 1.0, "accepted_length": lengths,
-        "by_slot": [0.5], "by_category": {"math": lengths}, "spread": {"all": 0.1, "math": 0.2},
+        "by_slot": [0.5] * 7, "by_category": {"math": lengths}, "spread": {"all": 0.1, "math": 0.2},
     }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_a_curve_is_read_from_the_metrics_of_a_run(tmp_path):
         (2, 200, 4, 1.5),
         (4, 300, 6, 3.5),
     ]
-    assert found["curve"][0]["by_slot"] == [0.5] and found["heldout_loss"] == 7.0 and found["peak_gib"] == 1.0
+    assert found["curve"][0]["by_slot"] == [0.5] * 7 and found["heldout_loss"] == 7.0 and found["peak_gib"] == 1.0
 
 
 def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch):
