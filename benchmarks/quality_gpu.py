@@ -38,7 +38,7 @@ NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
 ALONE, SEED = ", alone", ", seed "
 LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 300.0, 150.0, 200.0
-"""Seconds an arm may take, start and compilation included; the peer; until its first step is done; left to begin it."""
+"""Seconds an arm of 1,220 steps may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
 """Overrides with which other code is compiled."""
 TINY = (
@@ -83,7 +83,7 @@ class Arm:
         self.name, self.begun, self.share = name, time.monotonic(), share
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
-        self.peer, self.out = fields[:1] == ["peer"], self.folder / "peer.json"
+        self.fields, self.peer, self.out = fields, fields[:1] == ["peer"], self.folder / "peer.json"
         overrides = [f for f in fields if "=" in f]
         common = [
             str(args.config),
@@ -109,7 +109,8 @@ class Arm:
     def limit(self) -> float:
         if self.peer:
             return PEER_LIMIT if self.compiled() else PEER_COMPILE
-        return LIMIT
+        steps = [int(f.partition("=")[2]) for f in self.fields if f.startswith("train.steps=")]
+        return LIMIT * max(1.0, steps[-1] / 1220) if steps else LIMIT
 
     def compiled(self) -> bool:
         return self.process.poll() is not None or "compiled in" in self.log.read_text()
