@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.attention import put
 from draftsmith.drafter.model import DFlashDrafter
+
+MUON_ELEMENTS = 1 << 26
+"""Numbers of the matrices that are made orthogonal together, or one larger matrix."""
 
 
 def rate(step: int, total: int, config: TrainConfig) -> float:
@@ -48,7 +51,10 @@ def make_optimizer(drafter: DFlashDrafter, config: TrainConfig, *, one_pass: boo
 
 class MuonAdamW(torch.optim.Muon):
     """Muon for matrices, with updates of AdamW's size so that one learning rate serves both; AdamW for the rest.
-    One state and one list of groups, so that it is saved and scheduled like one optimizer."""
+    One state and one list of groups, so that it is saved and scheduled like one optimizer.
+
+    The step is torch's, but matrices of one shape are made orthogonal together: a drafter has few shapes and many
+    matrices, each of which takes some thirty small kernels."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], adamw: torch.optim.AdamW, **settings: Any) -> None:
         super().__init__(matrices, adjust_lr_fn="match_rms_adamw", **settings)
@@ -59,10 +65,43 @@ class MuonAdamW(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        every, self.param_groups = self.param_groups, self.own
-        super().step(closure)
-        self.param_groups = every
+        for group in self.own:
+            together: dict[tuple[int, int], list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    together.setdefault((min(p.shape), max(p.shape)), []).append(p)
+            for (rows, columns), matrices in together.items():
+                most = max(1, MUON_ELEMENTS // (rows * columns))
+                for start in range(0, len(matrices), most):
+                    self._update(matrices[start : start + most], group)
         self.adamw.step()
+
+    def _update(self, matrices: list[Tensor], group: Mapping[str, Any]) -> None:
+        gradients = [cast(Tensor, p.grad) for p in matrices]
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+        found = orthogonal(
+            torch.stack([u.T if len(u) > u.shape[1] else u for u in ahead]).bfloat16(),
+            group["ns_coefficients"], group["ns_steps"], group["eps"],
+        )  # fmt: skip
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * 0.2 * math.sqrt(found.shape[2])
+        for p, update in zip(matrices, found, strict=True):
+            p.add_(update.T if len(p) > p.shape[1] else update, alpha=-rate)
+
+
+def orthogonal(x_nRC: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Newton and Schulz's iteration on every matrix, R <= C, as torch.optim.Muon has it: singular values near 1."""
+    a, b, c = coefficients
+    x_nRC = x_nRC / torch.linalg.vector_norm(x_nRC, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram_nRR = x_nRC @ x_nRC.mT
+        x_nRC = torch.baddbmm(x_nRC, torch.baddbmm(gram_nRR, gram_nRR, gram_nRR, beta=b, alpha=c), x_nRC, beta=a)
+    return x_nRC
 
 
 class OnePassAdamW(torch.optim.AdamW):
