@@ -81,12 +81,11 @@ def measure(work: Work, device: torch.device) -> Rates:
     head = timer.once(loss_chunk(spec, chunk, device, dtype, compiled, work.config.loss.softmax)) / chunk
     optimizer = make_optimizer(drafter, work.config.train, one_pass=compiled)
     parameters = list(drafter.parameters())
-    kind = pick_attention(work.config.train.attention, device, spec.head_dim, dtype)
 
     def update() -> None:
         if isinstance(optimizer, OnePassAdamW):
             gradients = {p: p.grad for p in parameters if p.grad is not None}
-            optimizer.update(gradients, {}, clip_factor(list(gradients.values()), 1.0, device, kind)[1])
+            optimizer.update(gradients, {}, clip_factor(list(gradients.values()), 1.0, device)[1])
         else:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()

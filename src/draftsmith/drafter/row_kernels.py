@@ -1,5 +1,5 @@
 """Triton kernels for a GPU that work row by row, as fast as memory gives the rows: norm and rotation of heads, silu of
-one half times the other, the softmax of the loss and its gradient, sums of squares.
+one half times the other, the softmax of the loss and its gradient.
 
 Suffixes: P tokens, C columns of all heads, D head size, R rows of a chunk, V vocabulary; in the kernels B rows or
 elements of a tile, H half of a head.
@@ -7,7 +7,6 @@ elements of a tile, H half of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ ROTATE_TILE, ROTATE_PROGRAMS = 32, 528
 """Heads that are normed and rotated at a time; programs of the backward pass, each with a sum of its own."""
 SILU_TILE = 2048
 SOFTMAX_TILE, SOFTMAX_WARPS = 2048, 8
-SQUARES_TILE, SQUARES_PROGRAMS = 4096, 1056
 
 
 def norm_rotate(x_PC: Tensor, weight_D: Tensor, cos_PD: Tensor, sin_PD: Tensor, eps: float) -> Tensor:
@@ -146,18 +144,6 @@ def hidden_gradient(sums_RH: Tensor, factor_R: Tensor, where_R: Tensor, queries:
     return out
 
 
-def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Root of the sum of squares of all elements, 0-dim float32.  The tensors are contiguous."""
-    large = [x for x in tensors if x.numel() > SQUARES_TILE]
-    small = [x.reshape(-1).float() for x in tensors if x.numel() <= SQUARES_TILE]
-    every = [*large, torch.cat(small)] if small else large
-    assert all(x.is_contiguous() for x in every)
-    sums = torch.empty(len(every), SQUARES_PROGRAMS, device=every[0].device)
-    for x, out in zip(every, sums, strict=True):
-        _squares_kernel[SQUARES_PROGRAMS,](x, out, x.numel(), B=SQUARES_TILE, num_warps=8)
-    return sums.sum().sqrt()
-
-
 @triton.jit
 def _normed_halves(x_ptr, weight_ptr, x_row, row, head, there, eps, H: tl.constexpr):
     """Of B heads: both halves over their root mean square, its inverse, and the two halves of the weight."""
@@ -279,13 +265,3 @@ def _hidden_gradient_kernel(sums_ptr, factor_ptr, where_ptr, out_ptr, width, B: 
     sums = tl.load(sums_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
     out_ptr += tl.load(where_ptr + row) * width + at
     tl.store(out_ptr, (sums * tl.load(factor_ptr + row)).to(out_ptr.dtype.element_ty), mask=at < width)
-
-
-@triton.jit
-def _squares_kernel(x_ptr, out_ptr, count, B: tl.constexpr):
-    total = tl.zeros([B], tl.float32)
-    for first in range(tl.program_id(0) * B, count, tl.num_programs(0) * B):
-        at = first + tl.arange(0, B)
-        x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-        total += x * x
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))

@@ -88,7 +88,12 @@ def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
     """Everything that compiled code depends on, in words."""
     source = hashlib.sha256()
     root = Path(__file__).parent.parent
-    files = [*root.glob("drafter/*.py"), root / "target/packed.py", root / "train/step.py", root / "train/optim.py"]
+    files = [
+        *root.glob("drafter/*.py"),
+        root / "target/packed.py",
+        root / "train/step.py",
+        *root.glob("train/optim*.py"),
+    ]
     for file in sorted(files):
         source.update(file.read_bytes())
     cuda = target.device.type == "cuda"
@@ -194,7 +199,7 @@ class Compiler:
                 with self._explained():
                     self._compile_all(step, extract)
                     if isinstance(optimizer, OnePassAdamW) and step is not None:
-                        warm_optimizer(step)
+                        warm_optimizer(step, optimizer)
             finally:
                 if self._local_first:
                     self.world.publish(self._key("warm"), True)
@@ -382,19 +387,31 @@ def _cause(error: BaseException) -> str:
 
 
 @torch.no_grad()
-def warm_optimizer(step: RowStep) -> None:
+def warm_optimizer(step: RowStep, optimizer: OnePassAdamW) -> None:
     """Compile the optimizer's pass on scratch memory: for gradients as they come and as sums in float32."""
-    device = step.device
-    for copied in (True, False) if step.copies else (False,):
-        matrix = max(step.copies or step.drafter.parameters(), key=lambda p: p.numel())
-        norm = min((p for p in step.drafter.parameters() if p not in step.copies), key=lambda p: p.numel())
-        like = matrix if copied else norm
-        for dtype in {like.dtype, step.compute_dtype} if copied else (like.dtype,):
-            scratch = [torch.zeros(like.numel(), device=device, dtype=like.dtype) for _ in range(3)]
-            gradient = torch.zeros(like.numel(), device=device, dtype=dtype)
-            copy = torch.zeros(like.numel(), device=device, dtype=step.compute_dtype) if copied else None
-            _, factor = optim.clip_factor([gradient], 1.0, device, step.attention)
-            optim._adamw(*scratch, gradient, copy, factor, torch.ones(7, device=device))
+
+    def scratch(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        if not optim.by_kernels(step.device, p.dtype):
+            return torch.zeros(p.numel(), device=step.device, dtype=dtype)
+        # kernels depend on how many tensors there are, and on whether 16 bytes of them can be read at once
+        whole = p.numel() % 16 == 0 and step.copies.get(p, p).data_ptr() % 16 == 0
+        return torch.zeros(16 if whole else 3, device=step.device, dtype=dtype)
+
+    groups = [group["params"] for group in optimizer.param_groups]
+    if not optim.by_kernels(step.device, groups[0][0].dtype):  # one tensor with a copy and one without stand for all
+        chosen = [max(step.copies or step.drafter.parameters(), key=lambda p: p.numel())]
+        chosen += [p for p in step.drafter.parameters() if p not in step.copies][:1] if step.copies else []
+        groups = [chosen]
+    for sums in (False, True):
+        gradients = {
+            p: scratch(p, p.dtype if sums or p not in step.copies else step.compute_dtype) for g in groups for p in g
+        }
+        _, factor = optim.clip_factor(list(gradients.values()), 1.0, step.device)
+        for group in groups:
+            masters, means, squares = ([scratch(p, p.dtype) for p in group] for _ in range(3))
+            copies = [scratch(p, step.compute_dtype) if p in step.copies else None for p in group]
+            found, numbers = [gradients[p] for p in group], np.ones(7, dtype=np.float32)
+            optim.update(masters, means, squares, found, copies, numbers, factor)
 
 
 def made_up_row(config: Config, block_size: int) -> PackedRow:

@@ -126,12 +126,40 @@ class OnePassAdamW(torch.optim.AdamW):
                 [group["lr"], group["weight_decay"], beta1, beta2, group["eps"], 1 - beta1**t, (1 - beta2**t) ** 0.5],
                 dtype=np.float32,
             )
-            scalars = put(numbers, factor.device)
-            for p in parameters:
-                state = self.state[p]
-                flat = (x.view(-1) for x in (p.detach(), state["exp_avg"], state["exp_avg_sq"], gradients[p]))
-                copy = copies[p].detach().view(-1) if p in copies else None
-                _adamw(*flat, copy, factor, scalars)
+            update(
+                [p.detach() for p in parameters],
+                [self.state[p]["exp_avg"] for p in parameters],
+                [self.state[p]["exp_avg_sq"] for p in parameters],
+                [gradients[p] for p in parameters],
+                [copies[p].detach() if p in copies else None for p in parameters],
+                numbers,
+                factor,
+            )
+
+
+def update(
+    parameters: Sequence[Tensor], means: Sequence[Tensor], squares: Sequence[Tensor], gradients: Sequence[Tensor],
+    copies: Sequence[Tensor | None], numbers: np.ndarray, factor: Tensor,
+) -> None:  # fmt: skip
+    """One step of AdamW of all tensors, in place; numbers as in `adamw`.  On a GPU in a launch or two."""
+    tensors = parameters, means, squares, gradients, copies
+    if by_kernels(factor.device, parameters[0].dtype):
+        from draftsmith.train import optim_kernels
+
+        optim_kernels.adamw(*tensors, numbers, factor)
+        return
+    scalars = put(numbers, factor.device)
+    for *line, copy in zip(*tensors, strict=True):
+        _adamw(*(_flat(x) for x in line), None if copy is None else _flat(copy), factor, scalars)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.view(-1)
+
+
+def by_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our Triton kernels do the optimizer's step for masters of such a dtype."""
+    return device.type == "cuda" and dtype == torch.float32
 
 
 def adamw(
@@ -150,20 +178,15 @@ def adamw(
 _adamw: Any = torch.compile(adamw, fullgraph=True, dynamic=True)
 
 
-def clip_factor(
-    gradients: Sequence[Tensor], most: float, device: torch.device, attention: str = "sdpa"
-) -> tuple[Tensor, Tensor]:
-    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim, at least float32.
-
-    attention: where the drafter's is triton, our kernel sums the squares too.
-    """
+def clip_factor(gradients: Sequence[Tensor], most: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(norm of all gradients, factor that brings it to at most `most`), both 0-dim, at least float32."""
     if not gradients:
         return torch.zeros((), device=device), torch.ones((), device=device)
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    if attention == "triton" and wide == torch.float32:
-        from draftsmith.drafter import row_kernels
+    if by_kernels(device, wide):
+        from draftsmith.train import optim_kernels
 
-        norm = row_kernels.norm(gradients)
+        norm = optim_kernels.norm(gradients)
     else:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0, wide)))
     return norm, (most / (norm + 1e-6)).clamp(max=1.0)

@@ -204,7 +204,7 @@ class RowStep:
             self.world.sum_gradients(parameters)
         if one_pass is not None:
             found = {p: grad for p in parameters if (grad := self.gradient(p)) is not None}
-            norm, factor = clip_factor(list(found.values()), self.train.clip_norm, self.device, self.attention)
+            norm, factor = clip_factor(list(found.values()), self.train.clip_norm, self.device)
             if used:
                 one_pass.update(found, self.copies, factor)
         else:
