@@ -393,8 +393,10 @@ def warm_optimizer(step: RowStep, optimizer: OnePassAdamW) -> None:
     def scratch(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         if not optim.by_kernels(step.device, p.dtype):
             return torch.zeros(p.numel(), device=step.device, dtype=dtype)
+        from draftsmith.train import optim_kernels
+
         # kernels depend on how many tensors there are, and on whether 16 bytes of them can be read at once
-        whole = p.numel() % 16 == 0 and step.copies.get(p, p).data_ptr() % 16 == 0
+        whole = optim_kernels.aligned(p, step.copies.get(p, p))
         return torch.zeros(16 if whole else 3, device=step.device, dtype=dtype)
 
     groups = [group["params"] for group in optimizer.param_groups]

@@ -33,14 +33,14 @@ def adamw(
     _check(*parameters, *means, *squares, *gradients, *(c for c in copies if c is not None))
     assert all(x.dtype == torch.float32 for x in (*parameters, *means, *squares, factor))
     lines = list(zip(gradients, copies, parameters, means, squares, strict=True))
-    for (_, _, aligned), which in _kinds(lines):
+    for (_, _, whole), which in _kinds(lines):
         first, gradient, copy = parameters[which[0]], gradients[which[0]], copies[which[0]]
         columns = [(parameters, first), (means, first), (squares, first), (gradients, gradient)]
         columns += [] if copy is None else [(cast(Sequence[Tensor], copies), copy)]
         table, chunks = _table(columns, which, UPDATE_CHUNK)
         there, scalars = put_all([table, numbers], factor.device)
         _adamw_kernel[chunks,](
-            there, len(table), scalars, factor, first, gradient, copy, ALIGNED=aligned,
+            there, len(table), scalars, factor, first, gradient, copy, ALIGNED=whole,
             N=triton.next_power_of_2(len(table)), CHUNK=UPDATE_CHUNK, B=UPDATE_TILE,
         )  # fmt: skip
 
@@ -49,13 +49,13 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
     """Root of the sum of squares of all elements, 0-dim float32."""
     _check(*tensors)
     sums = []
-    for (_, _, aligned), which in _kinds([(x, None) for x in tensors]):
+    for (_, _, whole), which in _kinds([(x, None) for x in tensors]):
         first = tensors[which[0]]
         table, chunks = _table([(tensors, first)], which, SQUARES_CHUNK)
         (there,) = put_all([table], tensors[0].device)
         sums.append(torch.empty(chunks, device=tensors[0].device))
         _squares_kernel[chunks,](
-            there, len(table), first, sums[-1], ALIGNED=aligned, N=triton.next_power_of_2(len(table)),
+            there, len(table), first, sums[-1], ALIGNED=whole, N=triton.next_power_of_2(len(table)),
             CHUNK=SQUARES_CHUNK, B=SQUARES_TILE, num_warps=8,
         )  # fmt: skip
     return torch.cat(sums).sum().sqrt() if len(sums) > 1 else sums[0].sum().sqrt()
@@ -75,9 +75,15 @@ def _kinds(lines: Sequence[tuple[Tensor | None, ...]]) -> Iterator[tuple[Kind, l
     found: dict[Kind, list[int]] = {}
     for i, line in enumerate(lines):
         x, y = cast(Tensor, line[0]), line[1]
-        aligned = x.numel() % 16 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in line)
-        found.setdefault((x.dtype, None if y is None else y.dtype, aligned), []).append(i)
+        key = x.dtype, None if y is None else y.dtype, aligned(*(t for t in line if t is not None))
+        found.setdefault(key, []).append(i)
     yield from found.items()
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether the kernels can read and write them 16 bytes at a time: away from any other such tensor by a multiple of
+    16 numbers, and with as many."""
+    return all(x.numel() % 16 == 0 and x.data_ptr() % 64 == 0 for x in tensors)
 
 
 def _table(
