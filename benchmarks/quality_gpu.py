@@ -56,6 +56,7 @@ ARMS: dict[str, list[str]] = {
     "1024 anchors": ["train.anchors=1024"],
     "decay": ["loss.kind=decay"],
     "AdamW": SLOW,
+    "AdamW 4e-4": ["train.optimizer=adamw", "train.learning_rate=4e-4"],
     "AdamW, decay": [*SLOW, "loss.kind=decay"],
     "learning rate 1e-3": ["train.learning_rate=1e-3"],
     "learning rate 1e-2": ["train.learning_rate=1e-2"],
@@ -109,8 +110,7 @@ class Arm:
     def limit(self) -> float:
         if self.peer:
             return PEER_LIMIT if self.compiled() else PEER_COMPILE
-        steps = [int(f.partition("=")[2]) for f in self.fields if f.startswith("train.steps=")]
-        return LIMIT * max(1.0, steps[-1] / 1220) if steps else LIMIT
+        return LIMIT * longer(self.fields)
 
     def compiled(self) -> bool:
         return self.process.poll() is not None or "compiled in" in self.log.read_text()
@@ -134,9 +134,17 @@ class Arm:
         return self.folder / "arm" / "attempt_1"
 
 
+def longer(fields: list[str]) -> float:
+    """How many times as long as the others an arm trains; 1 for shorter ones."""
+    steps = [int(f.partition("=")[2]) for f in fields if f.startswith("train.steps=")]
+    return max(1.0, steps[-1] / 1220) if steps else 1.0
+
+
 def told(log: str) -> str:
-    """The end of a log, lines that begin alike once: a lost GPU says the same of every event."""
-    lines = {re.sub(r"[\d.: ]+", "", line)[:60]: line for line in log.splitlines()}
+    """The end of a log, warnings that differ in numbers only once: a lost GPU says the same of every event."""
+    lines: dict[str, str] = {}
+    for number, line in enumerate(log.splitlines()):
+        lines.setdefault(re.sub(r"\d+", "", line) if "CUDA warning" in line else str(number), line)
     return "\n".join(lines.values())[-4000:]
 
 
@@ -180,7 +188,7 @@ def run_arms(
             busy = {shape(arms[arm.name]) for arm in running} - compiled
             if len(running) >= args.beside or shape(fields) in busy or (name.startswith("peer") and "peer" in busy):
                 continue
-            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else longest):
+            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else longest) * longer(fields):
                 continue
             running.append(Arm(name, fields, args, work, args.beside))
             waiting.remove(name)
@@ -197,7 +205,7 @@ def run_arms(
             elif result is not None:
                 running.remove(arm)
                 found[arm.name] = {"overrides": arms[arm.name], "commit": commit(), **result}
-                longest = max(longest, result.get("whole_s", 0.0) if not arm.peer else 0.0)
+                longest = max(longest, result.get("whole_s", 0.0) / longer(arm.fields) if not arm.peer else 0.0)
                 if (other := uncompiled(arm.name, found)) is not None:
                     arms.update(other)
                     waiting[:0] = [n for n in other if n not in waiting]
@@ -286,7 +294,9 @@ def tables(found: dict[str, Any]) -> list[str]:
     ]
     for name in order:
         point, arm = last[name], done[name]
-        by_slot = " | ".join(f"{point['by_slot'][k - 1] or 0:.2f}" for k in slots)
+        by_slot = " | ".join(
+            f"{point['by_slot'][k - 1] or 0:.2f}" if k <= len(point["by_slot"]) else "-" for k in slots
+        )
         rows.append(
             f"| {name} | {point['accepted_length']['pooled']:.3f} +- {point['spread']['all']:.3f} | {by_slot} | "
             f"{point['seconds']:.0f} ({arm['beside']}) | {point['tokens'] / 1e6:.2f} |"
@@ -408,7 +418,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "arms"
         work.mkdir()
-        keep = {k: v for k, v in before.items() if k in ("serve", *served({}))}
+        keep = {k: v for k, v in before.items() if k in ("note", "serve", *served({}))}
         if serving:
             out = serve(name, arms[name], args, work, found)
             keep = {"serve": out, **served(out)} if out else keep

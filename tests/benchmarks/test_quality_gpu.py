@@ -93,8 +93,29 @@ def test_a_peer_that_failed_to_compile_is_taken_again_without():
 
 def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it():
     warnings = "".join(f"[W1130 05:18:43.{i}] Warning: CUDA warning: unspecified launch failure\n" for i in range(500))
-    said = quality.told("step 1\nRuntimeError: the cause\n" + warnings)
-    assert said.count("CUDA warning") == 1 and "the cause" in said
+    frames = "".join(
+        f'  File "/a/very/long/path/of/a/package/runtime/module.py", line {i}, in f\n    g()\n' for i in range(3)
+    )
+    said = quality.told(f"step 1\nTraceback\n{frames}RuntimeError: the cause\n" + warnings)
+    assert said.count("CUDA warning") == 1 and said.count("File") == 3 and said.count("g()") == 3
+    assert said.index("step 1") < said.index("Traceback") < said.index("the cause") < said.index("CUDA warning")
+
+
+def test_an_arm_that_trains_longer_is_begun_only_with_as_much_more_time(tmp_path, monkeypatch):
+    begun = []
+
+    class Short(quality.Arm):
+        def __init__(self, name, fields, args, work, share):
+            self.name, self.fields, self.peer = name, fields, False
+            begun.append(name)
+
+        compiled = found = lambda self: {"failed": "at once", "said": ""}
+
+    monkeypatch.setattr(quality, "Arm", Short)
+    monkeypatch.setattr(quality, "save", lambda *a, **k: None)
+    args = argparse.Namespace(seconds=100.0, beside=4, tiny=False)
+    quality.run_arms({"long": ["train.steps=4880"], "base": []}, args, tmp_path, {}, {})
+    assert begun == ["base"]
 
 
 def test_the_document_has_the_tables_of_the_results():

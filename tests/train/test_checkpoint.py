@@ -32,9 +32,9 @@ PINS = {
 }
 
 
-def trained(steps: int, seed: int = 0) -> tuple[DFlashDrafter, torch.optim.Optimizer]:
+def trained(steps: int, seed: int = 0, kind: str = "adamw") -> tuple[DFlashDrafter, torch.optim.Optimizer]:
     drafter = DFlashDrafter(SPEC).initialize(seed)
-    optimizer = make_optimizer(drafter, TrainConfig(steps=9, weight_decay=0.1))
+    optimizer = make_optimizer(drafter, TrainConfig(steps=9, weight_decay=0.1, optimizer=kind))
     for number in range(steps):
         move(drafter, optimizer, number)
     return drafter, optimizer
@@ -58,10 +58,11 @@ def run(tmp_path) -> RunDir:
     return create(tmp_path / "runs", "r")
 
 
-def test_weights_and_moments_come_back_bit_for_bit_and_go_on_as_before(run):
-    drafter, optimizer = trained(3)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_weights_and_moments_come_back_bit_for_bit_and_go_on_as_before(run, kind):
+    drafter, optimizer = trained(3, kind=kind)
     path = checkpoint.save(run, 3, 6, drafter, optimizer, PINS, keep=2)
-    other, fresh = trained(0, seed=1)
+    other, fresh = trained(0, seed=1, kind=kind)
     state = checkpoint.restore(path, other, fresh)
     assert (state.step, state.rows_done, state.spec, state.pins) == (3, 6, SPEC, PINS)
     for number in range(3, 6):
@@ -70,8 +71,19 @@ def test_weights_and_moments_come_back_bit_for_bit_and_go_on_as_before(run):
     for (name, a), b in zip(drafter.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
         before, after = optimizer.state[a], fresh.state[b]
-        assert before.keys() == after.keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(before[k], after[k]) for k in before) and float(after["step"]) == 6
+        muon = kind == "muon" and a.dim() == 2
+        assert before.keys() == after.keys() == ({"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"})
+        assert all(torch.equal(before[k], after[k]) for k in before) and (muon or float(after["step"]) == 6)
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_moments_of_another_optimizer_are_refused(run, saved, wanted):
+    path = checkpoint.save(run, 3, 6, *trained(1, kind=saved), PINS, keep=2)
+    drafter, optimizer = trained(0, seed=1, kind=wanted)
+    before = {n: p.detach().clone() for n, p in drafter.named_parameters()}
+    with pytest.raises(InputError, match=f"saved with train.optimizer={saved}: set it to that"):
+        checkpoint.restore(path, drafter, optimizer)
+    assert all(torch.equal(p, before[n]) for n, p in drafter.named_parameters()) and not optimizer.state
 
 
 def test_a_checkpoint_is_safetensors_and_json_and_nothing_else(run):

@@ -177,11 +177,19 @@ def load_weights(drafter: DFlashDrafter, tensors: Mapping[str, Tensor], source: 
 
 
 def restore(path: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> CheckpointState:
-    """Load weights and moments into a drafter and an optimizer built for the same spec."""
-    state = read_state(path)
+    """Load weights and moments into a drafter and an optimizer built for the same spec.
+
+    Raises InputError if they are another optimizer's.
+    """
+    state, moments = read_state(path), read_tensors(path / OPTIMIZER)
+    muon = any(key.startswith("momentum_buffer/") for key in moments)
+    if moments and muon != isinstance(optimizer, torch.optim.Muon):
+        raise InputError(
+            f"{path} was saved with train.optimizer={'muon' if muon else 'adamw'}: set it to that, or start a new run "
+            f"under another name"
+        )
     with torch.no_grad():
         load_weights(drafter, read_tensors(path / WEIGHTS), path / WEIGHTS)
-    moments = read_tensors(path / OPTIMIZER)
     names = {name: p for name, p in drafter.named_parameters()}
     for key, value in moments.items():
         kind, _, name = key.partition("/")

@@ -1,4 +1,4 @@
-"""AdamW on float32 masters, and the learning-rate schedule as a pure function of the step."""
+"""AdamW and Muon on float32 masters, and the learning-rate schedule as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftsmith.config import TrainConfig
 from draftsmith.drafter.attention import put
 from draftsmith.drafter.model import DFlashDrafter
 
-MUON_ELEMENTS = 1 << 26
+MUON_ELEMENTS = 1 << 24
 """Numbers of the matrices that are made orthogonal together, or one larger matrix."""
 
 
@@ -65,6 +65,7 @@ class MuonAdamW(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
         for group in self.own:
             together: dict[tuple[int, int], list[Tensor]] = {}
             for p in group["params"]:
@@ -84,10 +85,10 @@ class MuonAdamW(torch.optim.Muon):
         momenta = [self.state[p]["momentum_buffer"] for p in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
-        found = orthogonal(
-            torch.stack([u.T if len(u) > u.shape[1] else u for u in ahead]).bfloat16(),
-            group["ns_coefficients"], group["ns_steps"], group["eps"],
-        )  # fmt: skip
+        wide = [u.T if len(u) > u.shape[1] else u for u in ahead]
+        found = torch.stack(wide).bfloat16() if len(wide) > 1 else wide[0].bfloat16()[None]
+        del ahead, wide
+        found = orthogonal(found, group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * math.sqrt(found.shape[2])
         for p, update in zip(matrices, found, strict=True):

@@ -1,4 +1,4 @@
-"""Triton kernels that take all tensors of an optimizer step in one launch: AdamW, and the norm of gradients.
+"""Triton kernels that take all tensors of a kind in one launch of an optimizer step: AdamW, the norm of gradients.
 
 Where the tensors are is told by a table, int64 [tensors, columns]: for each how far it lies from the first of its
 dtype, in numbers (Triton reads 16 bytes at once only off an argument that it knows to be aligned), then how many
@@ -129,6 +129,8 @@ def _adamw_kernel(table_ptr, count, numbers_ptr, factor_ptr, first_ptr, gradient
     rate, decay = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
     beta1, beta2, eps = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
     correct1, correct2, factor = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6), tl.load(factor_ptr)
+    if copies_ptr is not None:
+        copy_ptr = _pointer(copies_ptr, line + 4, ALIGNED)
     for start in range(0, CHUNK, B):
         at = first + start + tl.arange(0, B)
         there = at < size
@@ -143,7 +145,6 @@ def _adamw_kernel(table_ptr, count, numbers_ptr, factor_ptr, first_ptr, gradient
         tl.store(square_ptr + at, square, mask=there)
         tl.store(p_ptr + at, p, mask=there)
         if copies_ptr is not None:
-            copy_ptr = _pointer(copies_ptr, line + 4, ALIGNED)
             tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), mask=there)
 
 
