@@ -12,6 +12,7 @@ from conftest import make_config
 from helpers_train import SPEC
 
 from draftsmith.cli import main
+from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.plan import available_memory, prepare
@@ -29,6 +30,7 @@ from draftsmith.predict import (
     too_little,
 )
 from draftsmith.rates import measure, measure_together
+from draftsmith.train.optim import make_optimizer
 
 QWEN3_8B = dense_geometry(
     layers=36, needed=34, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=False
@@ -47,21 +49,23 @@ FLAT = Rates(1e12, 1e12, 1e12, 1e9, 1e10, 1e10, 1e10)
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_heads": 2}, {"num_layers": 1, "head_dim": 16}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_drafter_parameters_are_those_of_a_built_drafter(changes, dtype):
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_drafter_parameters_are_those_of_a_built_drafter(changes, dtype, kind):
     layers = changes.get("num_layers", SPEC.num_layers)
     spec = dataclasses.replace(SPEC, **changes, layer_types=("full",) * layers)
     drafter = DFlashDrafter(spec).to(dtype)
     assert drafter_parameters(spec) == sum(p.numel() for p in drafter.parameters())
-    optimizer = torch.optim.AdamW(drafter.parameters())
+    optimizer = make_optimizer(drafter, TrainConfig(optimizer=kind, steps=1))
     for p in drafter.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    settings = dataclasses.replace(ROW, gpu=False, compute_bytes=dtype.itemsize)
+    settings = dataclasses.replace(ROW, gpu=False, compute_bytes=dtype.itemsize, muon=kind == "muon")
     parts = memory(QWEN3_8B, spec, settings, 1)["drafter"]
     held = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
     assert parts["masters"] == held(drafter.parameters())
     assert parts["gradients"] == held(p.grad for p in drafter.parameters())
-    assert parts["moments"] == held(s for state in optimizer.state.values() for s in state.values() if s.dim())
+    moments = held(s for state in optimizer.state.values() for s in state.values() if s.dim())
+    assert parts["moments"] == (moments if kind == "adamw" else pytest.approx(moments, rel=3e-2))
 
 
 def test_target_counts_are_those_of_the_loaded_target(target, stored):

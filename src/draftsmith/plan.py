@@ -205,6 +205,7 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         packed=packed,
         files=train.features == "files",
         distinct_windows=len(set(spec.windows())),
+        muon=train.optimizer == "muon",
     )
 
 

@@ -78,6 +78,7 @@ class Settings:
     files: bool = False
     """Features are read from files: no target runs."""
     distinct_windows: int = 1
+    muon: bool = False
 
     @property
     def slots(self) -> float:
@@ -264,8 +265,8 @@ def _drafter_memory(
     return {
         "embedding and head": frozen * copies,
         "masters": count * wide,
-        "moments": count * 2 * wide,
-        "gradients": count * (wide if c != 2 else 2 if alone else 6),
+        "moments": count * (1 if settings.muon else 2) * wide,  # Muon: one of matrices; the few vectors do not count
+        "gradients": count * (wide if c != 2 else 2 if alone and not settings.muon else 6),
         "bf16 weights": count * 2 if c == 2 else 0.0,
         "activations": _activations(spec, settings),
         "loss chunk": settings.chunk_rows * v * logits + 2 * settings.trained * h * c,

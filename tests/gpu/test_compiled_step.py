@@ -101,6 +101,26 @@ def test_nothing_waits_for_the_device_between_log_points(tmp_path, fields):
     check_nothing_waits(built(tmp_path, *fields))
 
 
+@pytest.mark.parametrize("spec", [{}, OTHER_DRAFTER])
+def test_no_kernel_is_compiled_after_the_warm_up(tmp_path, spec):
+    """Nor any variant of one: Triton compiles another for other alignments, which no guard of torch's notices."""
+    from draftsmith.train import optim_kernels
+
+    kernels = (optim_kernels._adamw_kernel, optim_kernels._squares_kernel)
+
+    def variants() -> int:
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    for kernel in kernels:  # what other tests compiled
+        kernel.device_caches.clear()
+    bench = built(tmp_path, spec=spec)
+    before = variants()
+    assert before >= 4  # gradients as they come and as sums, of each the step and the norm
+    train(bench, 2)
+    train(bench, 2, rows=2)
+    assert variants() == before
+
+
 def test_a_row_that_does_not_fit_ends_in_one_line_and_what_it_names_fits(tmp_path):
     large = Shape(8192, 4096, 16, layers=2, documents=4)  # needs 4 GiB, nearly all of it for the row's activations
     gc.collect()

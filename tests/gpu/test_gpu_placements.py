@@ -68,3 +68,21 @@ def test_a_lost_process_ends_all_and_the_run_goes_on(target_folder, work, curves
     assert f"{victim} 0 (rank" in out and "SIGKILL" in out
     assert losses(config, 2e-3) == pytest.approx(curves["single"], rel=2e-3)
     assert processes_of(config) == []
+
+
+HEADERLESS = "#!/bin/sh\necho 'x.c:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
+
+
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_a_triton_that_cannot_compile_is_one_clear_line(target_folder, work, tmp_path, missing):
+    path, _ = setup(target_folder, work, f"no_{missing}", f"compile.cache_dir={tmp_path}/compiled")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    environment = {"PATH": str(tools), "TRITON_CACHE_DIR": f"{tmp_path}/triton"}
+    if missing == "headers":
+        environment["CC"] = environment["CXX"] = str(tools / "gcc")
+        (tools / "gcc").write_text(HEADERLESS)
+        (tools / "gcc").chmod(0o755)
+    line = finish(start(path, **environment), 2).strip().splitlines()[-1]
+    assert line.startswith("draftsmith train: compile: this machine cannot compile (")
+    assert "install a C++ compiler and Python's headers" in line

@@ -16,6 +16,7 @@ CASES: dict[str, tuple[list, list]] = {
     "both empty": (["empty"], ["empty"]),
 }
 KINDS = ("decay", "dpace")
+ODD_SIZES = [(3,), (16,), (5, 7), (4, 8), (1,)]
 
 
 def rank_main(rank: int, port: int, out: str) -> None:
@@ -39,6 +40,11 @@ def rank_main(rank: int, port: int, out: str) -> None:
                 seen, sums = gradients(step, chosen(rows[rank]))
                 loss = both.sum_device(sums.weighted.clone()) / max(sums.denominator, 1e-12)
                 found[f"{case} {kind}"] = {"gradients": seen, "loss": loss}
+        odd = [torch.nn.Parameter(torch.empty(size)) for size in ODD_SIZES]
+        for number, p in enumerate(odd):
+            p.grad = torch.full_like(p, float(number + rank)) if number != rank else None
+        both.sum_gradients(odd)
+        found["odd"] = {"sums": [p.grad.clone() for p in odd], "at": [p.grad.storage_offset() for p in odd]}
     torch.save(found, f"{out}.{rank}")
 
 
@@ -73,3 +79,12 @@ def test_two_ranks_are_one_process(case, kind, ranks):
         torch.testing.assert_close(one["loss"], sums.weighted / sums.denominator, rtol=1e-12, atol=0)
         for name, value in alone.items():
             torch.testing.assert_close(one["gradients"][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_summed_gradients_begin_where_16_numbers_can_be_read_at_once(ranks):
+    """Whether they can is what kernels are compiled for in the warm-up."""
+    want = [1.0, 1.0, 5.0, 7.0, 9.0]  # rank 0 has no first gradient, rank 1 no second
+    for one in (found["odd"] for found in ranks):
+        assert [tuple(s.shape) for s in one["sums"]] == ODD_SIZES
+        assert all((s == value).all() for s, value in zip(one["sums"], want, strict=True))
+        assert one["at"] == [0, 16, 32, 80, 112]

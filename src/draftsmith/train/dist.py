@@ -28,6 +28,8 @@ from draftsmith.train.waiting import MOMENT, Waiting, within
 
 BUCKET_BYTES = 128 * 2**20
 """Gradients are reduced in pieces of about this size."""
+ALIGNED = 16
+"""Numbers: in such a piece a gradient begins at a multiple, as in memory of its own: kernels are compiled for that."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,17 @@ class World:
         if self.device_group is None:
             return
         for piece in _pieces(parameters):
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in piece])
+            parts = []
+            for p in piece:
+                parts.append((torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1))
+                parts.append(parts[-1].new_zeros(-p.numel() % ALIGNED))
+            flat = torch.cat(parts)
             with self.waiting("the gradients of all drafters"):
                 dist.all_reduce(flat, group=self.device_group)
             at = 0
             for p in piece:
                 p.grad = flat[at : at + p.numel()].view_as(p)
-                at += p.numel()
+                at += p.numel() + -p.numel() % ALIGNED
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
