@@ -76,7 +76,7 @@ def default_chunk_rows(anchors: int, block_size: int, compiled: bool) -> int:
     trained = anchors * (block_size - 1)
     if not compiled:
         return min(trained, 512)
-    chunks = -(-trained // 2048)
+    chunks = -(-trained // 2560)
     return -(-trained // chunks)
 
 
