@@ -157,7 +157,7 @@ class LossConfig(Section):
     """Decay of the slot weights, exp(-(k-1)/gamma); default 7, 5, 4 for blocks of 16, 10, 8."""
     dpace_alpha: float = Field(0.5, ge=0, lt=1)
     chunk_rows: int | None = Field(None, ge=1)
-    """Rows of logits that exist at a time; default 512, or about 2,048 where the loss is compiled."""
+    """Rows of logits that exist at a time; default 512, or at most 2,560 where the loss is compiled."""
     softmax: Literal["auto", "torch", "triton"] = "auto"
     """Between the two products with the head: torch, compiled in a compiled run; or our own kernel, on a GPU.
     auto: ours in a compiled run on a GPU, unless the target caps or scales its logits."""

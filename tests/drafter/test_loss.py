@@ -11,7 +11,7 @@ from helpers_train import make_spec
 from torch import Tensor
 
 from draftsmith.drafter import loss as loss_module
-from draftsmith.drafter.loss import LossSums, dpace_weights, drafter_loss, plain_loss
+from draftsmith.drafter.loss import LossSums, default_chunk_rows, dpace_weights, drafter_loss, plain_loss
 from draftsmith.records import DrafterSpec
 
 SPECS = {
@@ -201,3 +201,12 @@ def test_logits_exist_a_chunk_at_a_time(monkeypatch):
     ours(c, SPECS["plain"], "decay", 4)
     rows = int(c["counts"].sum())
     assert sizes == [4] * (rows // 4) + ([rows % 4] if rows % 4 else [])
+
+
+@pytest.mark.parametrize(
+    ("anchors", "block_size", "compiled", "rows"),
+    [(512, 16, True, 2560), (1536, 16, True, 2560), (1024, 8, True, 2390), (16, 16, True, 240), (512, 16, False, 512),
+     (4, 8, False, 28)],
+)  # fmt: skip
+def test_chunks_are_equal_and_as_large_as_allowed(anchors, block_size, compiled, rows):
+    assert default_chunk_rows(anchors, block_size, compiled) == rows
