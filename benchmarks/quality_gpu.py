@@ -48,31 +48,38 @@ TINY = (
 PART = 15 << 20
 """Bytes of a part of the kept weights."""
 SLOW = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
+REPEATED = re.compile(r"CUDA warning|coredump:")
+FEW = "train.anchors=512"
 ARMS: dict[str, list[str]] = {
     "base": [],
-    "peer, its own recipe": ["peer", "own"],
-    "causal in the block": ["drafter.layer_types=sliding", "drafter.sliding_window=2048"],
-    "learning rate 6e-3": ["train.learning_rate=6e-3"],
-    "1024 anchors": ["train.anchors=1024"],
-    "decay": ["loss.kind=decay"],
-    "AdamW": SLOW,
-    "AdamW 4e-4": ["train.optimizer=adamw", "train.learning_rate=4e-4"],
-    "AdamW, decay": [*SLOW, "loss.kind=decay"],
-    "learning rate 1e-3": ["train.learning_rate=1e-3"],
-    "learning rate 1e-2": ["train.learning_rate=1e-2"],
-    "WSD": ["train.schedule=wsd"],
-    "weight decay 0.1": ["train.weight_decay=0.1"],
-    "B = 8": ["drafter.block_size=8"],
-    "3 layers": ["drafter.num_layers=3"],
-    "8 layers": ["drafter.num_layers=8"],
-    "3 features": ["drafter.num_features=3"],
+    "peer, its own recipe": ["peer", "own", FEW],
+    "peer, its own recipe, 1024 anchors": ["peer", "own"],
+    "2048 anchors": ["train.anchors=2048"],
     "8 features": ["drafter.num_features=8"],
-    "256 anchors": ["train.anchors=256"],
-    "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
+    "512 anchors": [FEW],
+    "B = 8": ["drafter.block_size=8"],
+    "WSD": ["train.schedule=wsd"],
     "FP8 drafter": ["train.fp8=drafter"],
+    "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
+    "3 layers": ["drafter.num_layers=3"],
+    "3 features": ["drafter.num_features=3"],
+    "weight decay 0.1": ["train.weight_decay=0.1"],
+    "learning rate 6e-3": ["train.learning_rate=6e-3"],
     "peer, our recipe": ["peer", "ours"],
+    "8 layers": ["drafter.num_layers=8"],
+    "256 anchors": ["train.anchors=256"],
     "twice the tokens": ["train.steps=2440", "train.accept_every=1220", "train.log_every=122"],
     "four times the tokens": ["train.steps=4880", "train.accept_every=1220", "train.log_every=244"],
+    "causal in the block, 512 anchors": [FEW, "drafter.layer_types=sliding", "drafter.sliding_window=2048"],
+    "8 features, 512 anchors": [FEW, "drafter.num_features=8"],
+    "8 layers, 512 anchors": [FEW, "drafter.num_layers=8"],
+    "learning rate 6e-3, 512 anchors": [FEW, "train.learning_rate=6e-3"],
+    "learning rate 1e-2, 512 anchors": [FEW, "train.learning_rate=1e-2"],
+    "decay, 512 anchors": [FEW, "loss.kind=decay"],
+    "Muon 1e-3, decay, 512 anchors": [FEW, "train.learning_rate=1e-3", "loss.kind=decay"],
+    "AdamW, 512 anchors": [FEW, *SLOW],
+    "AdamW 4e-4, 512 anchors": [FEW, "train.optimizer=adamw", "train.learning_rate=4e-4"],
+    "AdamW, decay, 512 anchors": [FEW, *SLOW, "loss.kind=decay"],
 }
 """The most telling first."""
 
@@ -141,10 +148,11 @@ def longer(fields: list[str]) -> float:
 
 
 def told(log: str) -> str:
-    """The end of a log, warnings that differ in numbers only once: a lost GPU says the same of every event."""
+    """The end of a log, lines that differ in numbers only once: a lost GPU says the same of every event, and of a dump
+    every processor and percent."""
     lines: dict[str, str] = {}
     for number, line in enumerate(log.splitlines()):
-        lines.setdefault(re.sub(r"\d+", "", line) if "CUDA warning" in line else str(number), line)
+        lines.setdefault(re.sub(r"\d+", "", line) if REPEATED.search(line) else str(number), line)
     return "\n".join(lines.values())[-4000:]
 
 

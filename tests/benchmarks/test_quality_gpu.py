@@ -96,7 +96,10 @@ def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it(
     frames = "".join(
         f'  File "/a/very/long/path/of/a/package/runtime/module.py", line {i}, in f\n    g()\n' for i in range(3)
     )
-    said = quality.told(f"step 1\nTraceback\n{frames}RuntimeError: the cause\n" + warnings)
+    dump = "".join(
+        f"[08:31:{i:02}.70] coredump: SM {i}/132 has finished\n[08:32] coredump: {i}%...\n" for i in range(99)
+    )
+    said = quality.told(f"step 1\nTraceback\n{frames}RuntimeError: the cause\n" + warnings + dump)
     assert said.count("CUDA warning") == 1 and said.count("File") == 3 and said.count("g()") == 3
     assert said.index("step 1") < said.index("Traceback") < said.index("the cause") < said.index("CUDA warning")
 
