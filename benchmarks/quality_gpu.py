@@ -37,7 +37,7 @@ from draftsmith.tracking import read_metrics
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
 ALONE, SEED = ", alone", ", seed "
-LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 300.0, 150.0, 200.0
+LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 420.0, 150.0, 250.0
 """Seconds an arm of 1,220 steps may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
 """Overrides with which other code is compiled."""
@@ -92,7 +92,7 @@ class Arm:
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.fields, self.peer, self.out = fields, fields[:1] == ["peer"], self.folder / "peer.json"
-        overrides = [f for f in fields if "=" in f]
+        overrides = [f for f in fields if "=" in f and not (args.tiny and f.startswith("train.anchors="))]
         common = [
             str(args.config),
             *args.fields,
@@ -253,7 +253,8 @@ def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Best of ours against the best of the peer's recipes, by the mean of an arm's seeds: the luckiest of several would
-    say too much.  Seconds of a run that was alone on the GPU where there is one."""
+    say too much.  Seconds of a run that was alone on the GPU where there is one; none to the peer's value where the two had
+    not as many others beside them."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     final = {name: arm["curve"][-1] for name, arm in done.items()}
     equal = [
@@ -274,6 +275,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
     one, other = best(ours), best(peers)
     timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
+    alike = timed and their_timed and done[timed].get("beside") == done[their_timed].get("beside")
     mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {
         "best": {"ours": one, "speculators": other},
@@ -286,7 +288,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         },
         "tokens": point(one).get("tokens"),
         "seconds": {"ours": point(timed).get("seconds"), "speculators": point(their_timed).get("seconds")},
-        "seconds_to_peer_final": seconds_to(done[timed]["curve"], theirs) if timed and theirs else None,
+        "seconds_to_peer_final": seconds_to(done[timed]["curve"], theirs) if alike else None,
     }  # fmt: skip
 
 
@@ -332,7 +334,7 @@ def line(name: str, arm: dict[str, Any]) -> str:
 
 def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> dict[str, Any]:
     """Train the arm alone; then the serving loop at batch 1 with what it trained, and the replay of the same prompts."""
-    often = [] if args.tiny else ["train.accept_every=61"]
+    often = [] if args.tiny else ["train.accept_every=122"]
     arm = Arm(name, [*fields, *often], args, work, 1)
     while (result := arm.found()) is None:
         time.sleep(0.5)
@@ -343,30 +345,36 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
     (drafter,) = (arm.run / "checkpoints").iterdir()
     out: dict[str, Any] = {"drafter": name}
     graphs = "true"
-    for key, settings in {
-        "float32, T=0": ["target.dtype=float32"],
-        "float32, T=0, replayed": ["target.dtype=float32", "evaluate.replay=true"],
-        "bfloat16, T=0": ["target.dtype=bfloat16"],
-        "bfloat16, T=1": ["target.dtype=bfloat16", "evaluate.temperature=1"],
-    }.items():
-        folder = arm.folder / f"evaluation {len(out)}"
-        command = [
-            sys.executable, "-m", "draftsmith.cli", "evaluate", str(args.config), *args.fields, *fields,
-            "evaluate.replay=false", f"evaluate.prompts={args.prompts}", f"evaluate.drafter={drafter}",
-            f"evaluate.output={folder}", f"evaluate.graphs={graphs}", *settings,
-        ]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        files = list(folder.glob("*.json"))
-        if files:
-            out[key] = json.loads(files[0].read_text())["results"][0]
-            del out[key]["rounds"]
-        else:
-            out[key] = {"failed": f"exit code {done.returncode}", "said": done.stdout[-1500:], "graphs": graphs}
-            graphs = "false"
-        print(
-            key, done.returncode, {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}, flush=True
-        )
-        save(found, serve=out, **served(out))
+    wide, narrow = "target.dtype=float32", "target.dtype=bfloat16"
+    # what is not timed runs beside the other; what is timed, alone
+    for together in (
+        {"float32, T=0": [wide], "float32, T=0, replayed": [wide, "evaluate.replay=true"]},
+        {"bfloat16, T=0": [narrow]},
+        {"bfloat16, T=1": [narrow, "evaluate.temperature=1"]},
+    ):
+        started = {}
+        for key, settings in together.items():
+            folder = arm.folder / key
+            command = [
+                sys.executable, "-m", "draftsmith.cli", "evaluate", str(args.config), *args.fields, *fields,
+                "evaluate.replay=false", f"evaluate.prompts={args.prompts}", f"evaluate.drafter={drafter}",
+                f"evaluate.output={folder}", f"evaluate.graphs={graphs}", *settings,
+            ]  # fmt: skip
+            with open(f"{folder}.log", "w") as log:
+                started[key] = folder, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        for key, (folder, process) in started.items():
+            process.wait()
+            said = Path(f"{folder}.log").read_text()
+            files = list(folder.glob("*.json"))
+            if files:
+                out[key] = json.loads(files[0].read_text())["results"][0]
+                del out[key]["rounds"]
+            else:
+                out[key] = {"failed": f"exit code {process.returncode}", "said": said[-1500:], "graphs": graphs}
+                graphs = "false"
+            shown = {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}
+            print(key, process.returncode, shown, flush=True)
+            save(found, serve=out, **served(out))
     if args.keep:
         folder = export_folder(drafter, arm.folder / "export", "SmolLM2-135M-Instruct")
         (RESULTS / f"{NAME}.drafter.json").write_text((folder / "config.json").read_text())

@@ -15,7 +15,7 @@ from draftsmith.cli import main
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
-from draftsmith.plan import available_memory, prepare
+from draftsmith.plan import available_memory, prepare, row_settings
 from draftsmith.predict import (
     CARDS,
     GIB,
@@ -68,6 +68,24 @@ def test_drafter_parameters_are_those_of_a_built_drafter(changes, dtype, kind):
     assert parts["moments"] == (moments if kind == "adamw" else pytest.approx(moments, rel=3e-2))
 
 
+@pytest.mark.parametrize(
+    ("fields", "rows", "of_a_weight"),
+    [((), 1, 2), (("train.optimizer=muon",), 1, 4), (("compile.enabled=false",), 1, 4), ((), 2, 6)],
+)
+def test_gradients_of_bfloat16_weights_are_counted_as_the_step_keeps_them(
+    stored, target_folder, tmp_path, fields, rows, of_a_weight
+):
+    config = make_config(
+        target_folder, tmp_path, "train.compute_dtype=bfloat16", f"train.rows_per_step={rows}", *fields
+    )
+    settings = row_settings(config, DRAFTER, prepare(stored).rows, gpu=True)
+    assert settings.muon == ("train.optimizer=muon" in fields) and settings.in_place
+    parts = memory(QWEN3_8B, DRAFTER, settings, 1)["drafter"]
+    assert parts["gradients"] == of_a_weight * drafter_parameters(DRAFTER)
+    capped = dataclasses.replace(DRAFTER, final_logit_softcapping=30.0)
+    assert not row_settings(config, capped, prepare(stored).rows, gpu=True).in_place
+
+
 def test_target_counts_are_those_of_the_loaded_target(target, stored):
     work = prepare(stored)
     assert work.target.model.device.type == "meta"
@@ -96,7 +114,7 @@ def test_a_row_counts_what_the_loader_and_the_blocks_give(stored):
 
 
 def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
-    row = dataclasses.replace(ROW, rows_per_step=1, chunk_rows=2560)
+    row = dataclasses.replace(ROW, rows_per_step=1, chunk_rows=2560, in_place=True)
     found = predict(QWEN3_8B, DRAFTER, row, H200, 1, [139 * GIB])
     assert found.target_seconds == pytest.approx(0.0723, rel=0.02)
     assert found.drafter_seconds == pytest.approx(0.1232, rel=0.02)

@@ -206,6 +206,11 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         files=train.features == "files",
         distinct_windows=len(set(spec.windows())),
         muon=train.optimizer == "muon",
+        one_pass=compiled and train.optimizer == "adamw",
+        in_place=gpu
+        and config.loss.softmax != "torch"
+        and spec.final_logit_softcapping is None
+        and spec.output_multiplier is None,
     )
 
 

@@ -79,6 +79,10 @@ class Settings:
     """Features are read from files: no target runs."""
     distinct_windows: int = 1
     muon: bool = False
+    one_pass: bool = True
+    """The optimizer reads a single row's gradients as they come; else they become float32 first."""
+    in_place: bool = False
+    """The gradient of a chunk's logits takes their memory."""
 
     @property
     def slots(self) -> float:
@@ -260,13 +264,15 @@ def _drafter_memory(
     frozen = (1 if geometry.tied else 2) * v * h
     copies = settings.target_bytes + (c if c != settings.target_bytes else 0)
     wide = max(c, 4)  # masters, moments and the gradients that are summed up
-    logits = 2 * c if settings.gpu else c + (4 + c if c < 4 else 0)  # compiled: logits, then their gradient
+    logits = (
+        (1 if settings.in_place else 2) * c if settings.gpu else c + (4 + c if c < 4 else 0)
+    )  # compiled: logits, then their gradient
     alone = settings.rows_per_step == 1 and drafters == 1  # else bf16 gradients are summed up in float32
     return {
         "embedding and head": frozen * copies,
         "masters": count * wide,
         "moments": count * (1 if settings.muon else 2) * wide,  # Muon: one of matrices; the few vectors do not count
-        "gradients": count * (wide if c != 2 else 2 if alone and not settings.muon else 6),
+        "gradients": count * (wide if c != 2 else 6 if not alone else 2 if settings.one_pass else 4),
         "bf16 weights": count * 2 if c == 2 else 0.0,
         "activations": _activations(spec, settings),
         "loss chunk": settings.chunk_rows * v * logits + 2 * settings.trained * h * c,

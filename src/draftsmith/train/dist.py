@@ -29,7 +29,8 @@ from draftsmith.train.waiting import MOMENT, Waiting, within
 BUCKET_BYTES = 128 * 2**20
 """Gradients are reduced in pieces of about this size."""
 ALIGNED = 16
-"""Numbers: in such a piece a gradient begins at a multiple, as in memory of its own: kernels are compiled for that."""
+"""Numbers, of float32 or wider: in such a piece a gradient begins at a multiple, as in memory of its own, which is what
+optim_kernels.aligned asks and kernels are compiled for."""
 
 
 @dataclass(frozen=True)
