@@ -183,6 +183,7 @@ def run_arms(
     """Run what is not there yet, as many at once as allowed, until the time is up.  Fills `found` as they end, and
     writes it, with `keep`."""
     begin = time.monotonic()
+    print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training", flush=True)
     waiting, running = [n for n in arms if "curve" not in found.get(n, {})], list[Arm]()
     compiled: set[str] = set()
     longest = 60.0 if args.tiny else 90.0
@@ -444,8 +445,6 @@ def main() -> None:
                 args.beside, wanted = 1, {f"{n}{ALONE}": arms[n] for n in args.alone}
             prepare(args)
             run_arms(wanted, args, work, found, keep)
-        print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training")
-        print("\n".join(line(n, a) for n, a in found.items()))
         top = save(found, **keep)
     print(
         json.dumps({k: v for k, v in json.loads(top.read_text()).items() if k not in ("arms", "serve", "environment")})
