@@ -276,7 +276,11 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
     one, other = best(ours), best(peers)
     timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
-    alike = timed and their_timed and done[timed].get("beside") == done[their_timed].get("beside")
+
+    def beside(name: str | None) -> int | None:
+        return done[name].get("beside") if name else None
+
+    alike = timed and their_timed and beside(timed) == beside(their_timed)
     mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {
         "best": {"ours": one, "speculators": other},
@@ -288,6 +292,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             "speculators": {c: v["pooled"] for c, v in point(other).get("by_category", {}).items()},
         },
         "tokens": point(one).get("tokens"),
+        "arms_at_once": {"ours": beside(timed), "speculators": beside(their_timed)},
         "seconds": {"ours": point(timed).get("seconds"), "speculators": point(their_timed).get("seconds")},
         "seconds_to_peer_final": seconds_to(done[timed]["curve"], theirs) if alike else None,
     }  # fmt: skip
@@ -347,7 +352,7 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
     out: dict[str, Any] = {"drafter": name}
     graphs = "true"
     wide, narrow = "target.dtype=float32", "target.dtype=bfloat16"
-    # what is not timed runs beside the other; what is timed, alone
+    # in float32 two at once, for they are not timed
     for together in (
         {"float32, T=0": [wide], "float32, T=0, replayed": [wide, "evaluate.replay=true"]},
         {"bfloat16, T=0": [narrow]},
@@ -363,6 +368,7 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
             ]  # fmt: skip
             with open(f"{folder}.log", "w") as log:
                 started[key] = folder, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        failed = False
         for key, (folder, process) in started.items():
             process.wait()
             said = Path(f"{folder}.log").read_text()
@@ -370,12 +376,14 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
             if files:
                 out[key] = json.loads(files[0].read_text())["results"][0]
                 del out[key]["rounds"]
+                out[key] |= {"graphs": graphs, "beside": len(together)}
             else:
                 out[key] = {"failed": f"exit code {process.returncode}", "said": said[-1500:], "graphs": graphs}
-                graphs = "false"
+                failed = failed or "replayed" not in key
             shown = {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}
             print(key, process.returncode, shown, flush=True)
             save(found, serve=out, **served(out))
+        graphs = "false" if failed else graphs
     if args.keep:
         folder = export_folder(drafter, arm.folder / "export", "SmolLM2-135M-Instruct")
         (RESULTS / f"{NAME}.drafter.json").write_text((folder / "config.json").read_text())
@@ -427,11 +435,11 @@ def main() -> None:
             found = before["arms"]
     added = {n.strip(): fields.split() for n, _, fields in (a.partition(":") for a in args.add)}
     arms = {**added, **ARMS, **{n: a["overrides"] for n, a in found.items() if not n.endswith(ALONE)}}
+    for n in args.seeds:
+        arms = {**{f"{n}{SEED}{s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}, **arms}
     for n in list(arms):
         if (other := uncompiled(n, found)) is not None:
             arms = {**other, **{m: f for m, f in arms.items() if m != n}}
-    for n in args.seeds:
-        arms |= {f"{n}{SEED}{s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "arms"
         work.mkdir()

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from draftsmith.config import Config
 from draftsmith.data.store import Store
-from draftsmith.drafter.loss import default_chunk_rows
+from draftsmith.drafter.loss import default_chunk_rows, our_softmax, why_not_ours
 from draftsmith.errors import InputError
 from draftsmith.predict import (
     CARDS,
@@ -208,9 +208,9 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         muon=train.optimizer == "muon",
         one_pass=compiled and train.optimizer == "adamw",
         in_place=gpu
-        and config.loss.softmax != "torch"
-        and spec.final_logit_softcapping is None
-        and spec.output_multiplier is None,
+        and our_softmax(config.loss.softmax, compiled)
+        and why_not_ours(spec) is None
+        and wide[train.compute_dtype] <= 4,
     )
 
 

@@ -108,6 +108,8 @@ class Rates:
     """Seconds a row beside the layers."""
     drafter_fixed: float = 0.0
     step_fixed: float = 0.0
+    muon_flops: float = 0.0
+    """Of Muon's products; 0: `optimizer` was measured with them."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def card_rates(
     12.3 ms.  AdamW moves 28 bytes a parameter.
     """
     flops = card.bf16 * drafter
-    return Rates(card.bf16 * target, flops, flops, card.copy / 28, card.copy, link, reduce)
+    return Rates(card.bf16 * target, flops, flops, card.copy / 28, card.copy, link, reduce, muon_flops=flops)
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,15 @@ def _drafter_memory(
     }
 
 
+def muon_flops(spec: DrafterSpec) -> float:
+    """Of a step of Muon: five rounds of three products, for every matrix."""
+    h, wide, narrow = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer = [(h, wide), (h, narrow), (h, narrow), (h, wide), *[(h, spec.intermediate_size)] * 3]
+    matrices = [*layer * spec.num_layers, (h, h * len(spec.feature_layers))]
+    sizes = [(min(m), max(m)) for m in matrices]
+    return float(sum(5 * (4 * rows**2 * columns + 2 * rows**3) for rows, columns in sizes))
+
+
 def _activations(spec: DrafterSpec, settings: Settings) -> float:
     """Kept for the backward pass.  Eager: every norm keeps its input, its quotient and its output; compiled: what
     matrix products and attention read."""
@@ -336,9 +347,10 @@ def _seconds(geometry: Geometry, spec: DrafterSpec, settings: Settings, rates: R
     else:
         target = target_flops(geometry, settings) / rates.target_flops + rates.target_fixed
     drafter = trunk_flops(spec, settings) / rates.drafter_flops + head_flops(spec, settings) / rates.head_flops
-    return _Seconds(
-        target, drafter + rates.drafter_fixed, drafter_parameters(spec) / rates.optimizer + rates.step_fixed
-    )
+    step = drafter_parameters(spec) / rates.optimizer + rates.step_fixed
+    if settings.muon and rates.muon_flops:
+        step += muon_flops(spec) / rates.muon_flops
+    return _Seconds(target, drafter + rates.drafter_fixed, step)
 
 
 def predict(

@@ -41,6 +41,9 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     assert top["best"] == {"ours": "Muon", "speculators": "peer, our recipe"}
     assert top["accepted_length"] == {"ours": 2.5, "speculators": 2.0} and top["tokens"] == 200
     assert top["seconds"] == {"ours": 10.0, "speculators": 99.0} and top["seconds_to_peer_final"] == 7.5
+    assert top["arms_at_once"] == {"ours": 4, "speculators": 4}
+    found["Muon, alone"]["beside"] = 1
+    assert quality.summary(found)["seconds_to_peer_final"] is None  # the peer was not
     found["base, seed 1"] = arm((1, 40.0, 3.4))  # one lucky seed of an arm whose mean is 2.4
     found["base, seed 2"] = arm((1, 40.0, 1.8))
     found["Muon, seed 1"] = arm((2, 40.0, 2.9))
@@ -80,6 +83,9 @@ def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch
     for command in commands:
         seeds = [a for a in command if a.startswith("train.seed")]
         assert seeds == ["train.seed=0", "train.seed=1"] and "peer" not in command
+    args.tiny = True
+    quality.Arm("name", [quality.FEW, "train.seed=1"], args, tmp_path / "arms", 4)
+    assert "train.seed=1" in commands[-1] and quality.FEW not in commands.pop()
     assert [c[c.index("--attention") + 1] for c in commands[1:]] == ["flex", "sdpa"]
 
 

@@ -179,6 +179,17 @@ def head_chunk(
     return ce_C, correct_C, grad_CV.to(hidden_CH.dtype) @ head_VH
 
 
+def our_softmax(softmax: str, compiled: bool) -> bool:
+    """Whether the config wants our kernel, which writes the gradient of a chunk's logits into their memory."""
+    return softmax == "triton" or (softmax == "auto" and compiled)
+
+
+def why_not_ours(spec: DrafterSpec) -> str | None:
+    if spec.final_logit_softcapping is not None or spec.output_multiplier is not None:
+        return "this target caps or scales its logits"
+    return None
+
+
 def pick_chunk(
     softmax: str, spec: DrafterSpec, device: torch.device, dtype: torch.dtype, compiled: bool
 ) -> Chunk | None:
@@ -186,11 +197,11 @@ def pick_chunk(
     why = None
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float32) or not importlib.util.find_spec("triton"):
         why = "it needs a GPU, Triton, and bfloat16 or float32"
-    elif spec.final_logit_softcapping is not None or spec.output_multiplier is not None:
-        why = "this target caps or scales its logits"
+    else:
+        why = why_not_ours(spec)
     if softmax == "triton" and why is not None:
         raise InputError(f"loss.softmax=triton: {why}: use torch or auto")
-    if softmax == "triton" or (softmax == "auto" and compiled and why is None):
+    if why is None and our_softmax(softmax, compiled):
         return triton_chunk
     return one_graph(head_chunk) if compiled else None
 
