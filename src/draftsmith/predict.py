@@ -266,9 +266,8 @@ def _drafter_memory(
     frozen = (1 if geometry.tied else 2) * v * h
     copies = settings.target_bytes + (c if c != settings.target_bytes else 0)
     wide = max(c, 4)  # masters, moments and the gradients that are summed up
-    logits = (
-        (1 if settings.in_place else 2) * c if settings.gpu else c + (4 + c if c < 4 else 0)
-    )  # compiled: logits, then their gradient
+    compiled = c if settings.in_place else 2 * c  # logits, then their gradient
+    logits = compiled if settings.gpu else c + (4 + c if c < 4 else 0)
     alone = settings.rows_per_step == 1 and drafters == 1  # else bf16 gradients are summed up in float32
     return {
         "embedding and head": frozen * copies,

@@ -181,10 +181,8 @@ class World:
             flat = torch.cat(parts)
             with self.waiting("the gradients of all drafters"):
                 dist.all_reduce(flat, group=self.device_group)
-            at = 0
-            for p in piece:
-                p.grad = flat[at : at + p.numel()].view_as(p)
-                at += p.numel() + -p.numel() % ALIGNED
+            for p, summed in zip(piece, flat.split([len(part) for part in parts])[::2], strict=True):
+                p.grad = summed.view_as(p)
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
