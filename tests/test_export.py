@@ -314,7 +314,7 @@ def test_an_existing_folder_is_left_as_it_is(tmp_path):
     assert [p.name for p in out.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("at", ["save_file", "_readme", "_compare", "to_config"])
+@pytest.mark.parametrize("at", ["write_tensors", "_readme", "_compare", "to_config"])
 def test_an_export_that_fails_leaves_nothing_half_written(tmp_path, monkeypatch, at):
     source = saved(tmp_path, make_spec())
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors import torch as safetensors_torch
 
 from draftsmith.errors import InputError
-from draftsmith.files import folder_written_whole, sha256, write_text
+from draftsmith.files import folder_written_whole, sha256, write_tensors, write_text
 
 BROKEN = "x" * 100_000 + "\ud800"
 """Fails in the middle of writing: a lone surrogate has no UTF-8."""
@@ -113,3 +119,26 @@ def test_sha256(tmp_path):
     content = bytes(range(256)) * 5000
     (tmp_path / "f").write_bytes(content)
     assert sha256(tmp_path / "f") == hashlib.sha256(content).hexdigest()
+
+
+def test_tensors_that_the_disk_refuses_are_an_os_error(tmp_path):
+    """A file size limit, which fails as a full disk does."""
+    before, old = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError) as raised, folder_written_whole(tmp_path / "out") as folder:
+            write_tensors(folder / "a", {"x": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
+    assert raised.value.errno == errno.EFBIG and raised.value.filename.endswith("/a")
+    assert names(tmp_path) == []
+
+
+def test_another_error_of_tensors_is_none_of_the_disk(tmp_path, monkeypatch):
+    def failing(*args):
+        raise SafetensorError("invalid")
+
+    monkeypatch.setattr(safetensors_torch, "save_file", failing)
+    with pytest.raises(RuntimeError, match="a: invalid"):
+        write_tensors(tmp_path / "a", {})

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from draftsmith import __version__
 from draftsmith.config import Config
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
-from draftsmith.files import folder_written_whole, write_text
+from draftsmith.files import folder_written_whole, write_tensors, write_text
 from draftsmith.records import DrafterSpec, read_json
 from draftsmith.rundir import RunDir
 from draftsmith.target.model import Target, check_layers, check_mask
@@ -192,7 +191,7 @@ def export_folder(source: Path, output: Path, target_name: str) -> Path:
     drafter = read_drafter(source).to(torch.bfloat16)
     with folder_written_whole(output) as folder:
         weights = {k: v.contiguous() for k, v in drafter.state_dict().items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
         write_text(folder / "config.json", json.dumps(to_config(drafter.spec), indent=2) + "\n")
         write_text(folder / "README.md", _readme(drafter.spec, target_name))
         _compare(drafter, read_drafter(folder), folder)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def make_folder(path: Path) -> None:
@@ -35,6 +40,20 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """As safetensors.  What the system refuses (a full disk) is an OSError with its number, as for every other file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise RuntimeError(f"{path}: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.config import Config
@@ -28,6 +28,7 @@ from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
 from draftsmith.errors import InputError
 from draftsmith.evaluate.speculate import Sampler, decode_plain, decode_speculative
 from draftsmith.export import export_folder, load_drafter
+from draftsmith.files import write_tensors
 from draftsmith.progress import Progress
 from draftsmith.records import PackedRow
 from draftsmith.rundir import newest
@@ -176,7 +177,8 @@ def run_official(
     features: Tensor, max_new_tokens: int, eos: Sequence[int],
 ) -> dict[str, Any]:  # fmt: skip
     """Run official.py under the other environment's python; exchange JSON and safetensors in `work`."""
-    save_file({"features": features.contiguous(), "tokens": torch.from_numpy(row.tokens)}, work / "in.safetensors")
+    tensors = {"features": features.contiguous(), "tokens": torch.from_numpy(row.tokens)}
+    write_tensors(work / "in.safetensors", tensors)
     job = {
         "target": str(target.resolve()),
         "drafter": str(drafter.resolve()),

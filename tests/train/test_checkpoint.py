@@ -11,11 +11,12 @@ import threading
 import pytest
 import torch
 from helpers_train import make_spec
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
+from draftsmith.files import write_tensors
 from draftsmith.provenance.heartbeat import State
 from draftsmith.rundir import RunDir, create
 from draftsmith.train import checkpoint
@@ -163,14 +164,14 @@ def test_a_save_that_fails_leaves_the_checkpoints_there_are(run, monkeypatch, fa
     save(run, 2, keep=1)
     calls = []
 
-    def failing(tensors, file, *rest):
+    def failing(file, tensors, *rest):
         calls.append(file)
         if len(calls) == failing_call:
             file.write_bytes(b"half")
             raise OSError("No space left on device")
-        save_file(tensors, file, *rest)
+        write_tensors(file, tensors, *rest)
 
-    monkeypatch.setattr(checkpoint, "save_file", failing)
+    monkeypatch.setattr(checkpoint, "write_tensors", failing)
     with pytest.raises(InputError, match="No space"):
         save(run, 4, keep=1)
     assert [p.name for p in run.checkpoints.iterdir()] == ["step_00000002"]
@@ -221,8 +222,8 @@ def test_starting_afresh_says_what_was_passed_over(run):
 
 def test_training_goes_on_while_a_checkpoint_is_written(run, monkeypatch):
     """And what is written is the state at the call."""
-    go_on, real = threading.Event(), checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args: go_on.wait(20) and real(*args))
+    go_on, real = threading.Event(), checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *args: go_on.wait(20) and real(*args))
     drafter, optimizer = trained(2)
     before = {k: v.clone() for k, v in drafter.state_dict().items()}
     saver = checkpoint.Saver(run, keep=2)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from draftsmith.errors import InputError
-from draftsmith.files import folder_written_whole
+from draftsmith.files import folder_written_whole, write_tensors
 
 LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -39,7 +39,6 @@ CONTROL, USER_DEFINED = 3, 4
 def convert(source: Path, output: Path) -> None:
     """Write `output` whole or not at all.  Raises InputError for another architecture or tokenizer."""
     from gguf import GGUFReader, dequantize
-    from safetensors.torch import save_file
 
     reader = GGUFReader(source)
 
@@ -83,7 +82,7 @@ def convert(source: Path, output: Path) -> None:
         **special,
     }
     with folder_written_whole(output) as folder:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
         _dump(folder / "config.json", config)
         _dump(folder / "generation_config.json", special)
         _write_tokenizer(folder, value)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
-from draftsmith.files import folder_written_whole, sha256, write_text
+from draftsmith.files import folder_written_whole, sha256, write_tensors, write_text
 from draftsmith.provenance.heartbeat import rank_state
 from draftsmith.records import CheckpointState, DrafterSpec, read_json, spec_from_dict
 from draftsmith.rundir import RunDir, attempts, newest
@@ -81,8 +81,8 @@ class Saver:
     ) -> None:
         try:
             with folder_written_whole(path) as folder:
-                _save_file(weights, folder / WEIGHTS)
-                _save_file(moments, folder / OPTIMIZER)
+                write_tensors(folder / WEIGHTS, weights)
+                write_tensors(folder / OPTIMIZER, moments)
                 files = {
                     name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
                     for name in (WEIGHTS, OPTIMIZER)
@@ -98,14 +98,6 @@ class Saver:
 def _copy(value: Tensor) -> Tensor:
     """On the CPU, in memory of its own: training goes on changing the original."""
     return value.detach().to("cpu", copy=True).contiguous()
-
-
-def _save_file(tensors: dict[str, Tensor], file: Path) -> None:
-    """safetensors reports a full disk as its own error."""
-    try:
-        save_file(tensors, file)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def save(
