@@ -1,12 +1,12 @@
-"""Quality of drafters by recipe, at equal tokens: many arms on one GPU, each a training run measured by replay.
+"""Quality of drafters by recipe, at equal tokens: many arms on a GPU or several, each a training run measured by replay.
 
     python benchmarks/quality_gpu.py CONFIG [a.b=c ...] [--seconds 520] [--beside 4] [--only SUBSTRING ...]
         [--add 'NAME: a.b=c a.b=c'] [--seeds NAME ...] [--alone NAME ...] [--cache DIR] [--tiny]
     python benchmarks/quality_gpu.py serve NAME CONFIG [a.b=c ...] [--prompts 24] [--keep]
     python benchmarks/quality_gpu.py tables        what is in results/quality_smollm2.json, as docs/quality.md has it
 
-Arms run as `draftsmith train` with overrides, `--beside` of them at once; those that share compiled code start when the
-first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
+Arms run as `draftsmith train` with overrides, `--beside` of them at once on each GPU; those that share compiled code
+start when the first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
 in results/quality_smollm2.json (or $OUT).  The peer (peer_speculators.py) needs PYTHONPATH=.peers/speculators.
 `--alone` runs arms again one at a time, for their seconds.  `serve` does so with one, measured more often, and decodes
 with it at batch 1: speed-up at temperature 0 and 1, in bfloat16 and, lossless, in float32; `--keep` writes the exported
@@ -87,8 +87,10 @@ ARMS: dict[str, list[str]] = {
 class Arm:
     """One training run in a process of its own."""
 
-    def __init__(self, name: str, fields: list[str], args: argparse.Namespace, work: Path, share: int) -> None:
-        self.name, self.begun, self.share = name, time.monotonic(), share
+    def __init__(
+        self, name: str, fields: list[str], args: argparse.Namespace, work: Path, share: int, gpu: str
+    ) -> None:
+        self.name, self.begun, self.share, self.gpu = name, time.monotonic(), share, gpu
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.fields, self.peer, self.out = fields, fields[:1] == ["peer"], self.folder / "peer.json"
@@ -106,11 +108,12 @@ class Arm:
         else:
             command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm"]
         self.log = self.folder / "log"
-        cores = max(1, (os.cpu_count() or 1) // share)
+        cores = max(1, (os.cpu_count() or 1) // (share * len(args.gpus)))
         threads = {"OMP_NUM_THREADS": str(min(cores, 4)), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
+        where = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **threads}
+                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **threads, **where}
             )
 
     @property
@@ -195,11 +198,13 @@ def run_arms(
         for name in list(waiting):
             fields = arms[name]
             busy = {shape(arms[arm.name]) for arm in running} - compiled
-            if len(running) >= args.beside or shape(fields) in busy or (name.startswith("peer") and "peer" in busy):
+            on = {gpu: sum(arm.gpu == gpu for arm in running) for gpu in args.gpus}
+            gpu = min(on, key=lambda g: on[g])
+            if on[gpu] >= args.beside or shape(fields) in busy or (name.startswith("peer") and "peer" in busy):
                 continue
             if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else longest) * longer(fields):
                 continue
-            running.append(Arm(name, fields, args, work, args.beside))
+            running.append(Arm(name, fields, args, work, args.beside, gpu))
             waiting.remove(name)
         if not running:  # what waits needs more time than there is
             break
@@ -234,6 +239,14 @@ def uncompiled(name: str, found: dict[str, Any]) -> dict[str, list[str]] | None:
 
 def shape(fields: list[str]) -> str:
     return "peer" if fields[:1] == ["peer"] else " ".join(sorted(f for f in fields if f.startswith(SHAPES)))
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())] or [""]
 
 
 def save(found: dict[str, Any], **more: Any) -> Path:
@@ -341,7 +354,7 @@ def line(name: str, arm: dict[str, Any]) -> str:
 def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> dict[str, Any]:
     """Train the arm alone; then the serving loop at batch 1 with what it trained, and the replay of the same prompts."""
     often = [] if args.tiny else ["train.accept_every=122"]
-    arm = Arm(name, [*fields, *often], args, work, 1)
+    arm = Arm(name, [*fields, *often], args, work, 1, args.gpus[0])
     while (result := arm.found()) is None:
         time.sleep(0.5)
     found[f"{name}{ALONE}"] = {"overrides": fields, "commit": commit(), **result}
@@ -411,7 +424,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="+", metavar="[serve NAME] CONFIG a.b=c")
     parser.add_argument("--seconds", type=float, default=520.0)
-    parser.add_argument("--beside", type=int, default=4, help="arms at once")
+    parser.add_argument("--beside", type=int, default=4, help="arms at once on a GPU")
     parser.add_argument("--only", action="append", default=[], help="names that contain this")
     parser.add_argument("--add", action="append", default=[], help="another arm")
     parser.add_argument("--seeds", action="append", default=[], help="two more seeds of this arm")
@@ -426,6 +439,7 @@ def main() -> None:
         return
     serving = args.what.pop(0) == "serve" if args.what[0] == "serve" else False
     name = args.what.pop(0) if serving else ""
+    args.gpus = [""] if args.tiny else gpus()
     args.config, args.fields = Path(args.what[0]), [*args.what[1:], *(TINY if args.tiny else ())]
     found: dict[str, Any] = {}
     before: dict[str, Any] = {}

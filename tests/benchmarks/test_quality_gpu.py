@@ -74,17 +74,22 @@ def test_a_curve_is_read_from_the_metrics_of_a_run(tmp_path):
 
 
 def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(quality.subprocess, "Popen", lambda command, **more: commands.append(command))
+    commands, cards = [], []
+    monkeypatch.setattr(
+        quality.subprocess,
+        "Popen",
+        lambda command, **more: commands.append(command) or cards.append(more["env"]["CUDA_VISIBLE_DEVICES"]),
+    )
     (tmp_path / "arms").mkdir()
-    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False, cache=None)
+    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False, cache=None, gpus=["0", "1"])
     for fields in (["train.seed=1"], ["peer", "ours", "train.seed=1"], ["peer", "own", "train.seed=1", "sdpa"]):
-        quality.Arm("name", fields, args, tmp_path / "arms", 4)
+        quality.Arm("name", fields, args, tmp_path / "arms", 4, "1")
+    assert cards == ["1"] * 3
     for command in commands:
         seeds = [a for a in command if a.startswith("train.seed")]
         assert seeds == ["train.seed=0", "train.seed=1"] and "peer" not in command
     args.tiny = True
-    quality.Arm("name", [quality.FEW, "train.seed=1"], args, tmp_path / "arms", 4)
+    quality.Arm("name", [quality.FEW, "train.seed=1"], args, tmp_path / "arms", 4, "1")
     assert "train.seed=1" in commands[-1] and quality.FEW not in commands.pop()
     assert [c[c.index("--attention") + 1] for c in commands[1:]] == ["flex", "sdpa"]
 
@@ -110,19 +115,46 @@ def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it(
     assert said.index("step 1") < said.index("Traceback") < said.index("the cause") < said.index("CUDA warning")
 
 
+def test_arms_are_spread_over_the_gpus_and_no_gpu_has_more_than_asked(tmp_path, monkeypatch):
+    running, most = [], []
+
+    class Slow(quality.Arm):
+        def __init__(self, name, fields, args, work, share, gpu):
+            self.name, self.fields, self.peer, self.gpu, self.asked = name, fields, False, gpu, 0
+            running.append(gpu)
+            most.append((running.count("0"), running.count("3")))
+
+        def found(self):
+            self.asked += 1
+            if self.asked == 1:
+                return None
+            running.remove(self.gpu)
+            return {"failed": "soon", "said": ""}
+
+        compiled = lambda self: True
+
+    monkeypatch.setattr(quality, "Arm", Slow)
+    monkeypatch.setattr(quality, "save", lambda *a, **k: None)
+    monkeypatch.setattr(quality.time, "sleep", lambda s: None)
+    args = argparse.Namespace(seconds=100.0, beside=2, tiny=False, gpus=["0", "3"])
+    found = {}
+    quality.run_arms({f"{n} layers": [f"drafter.num_layers={n}"] for n in range(5)}, args, tmp_path, found, {})
+    assert most == [(1, 0), (1, 1), (2, 1), (2, 2), (1, 0)] and len(found) == 5
+
+
 def test_an_arm_that_trains_longer_is_begun_only_with_as_much_more_time(tmp_path, monkeypatch):
     begun = []
 
     class Short(quality.Arm):
-        def __init__(self, name, fields, args, work, share):
-            self.name, self.fields, self.peer = name, fields, False
+        def __init__(self, name, fields, args, work, share, gpu):
+            self.name, self.fields, self.peer, self.gpu = name, fields, False, gpu
             begun.append(name)
 
         compiled = found = lambda self: {"failed": "at once", "said": ""}
 
     monkeypatch.setattr(quality, "Arm", Short)
     monkeypatch.setattr(quality, "save", lambda *a, **k: None)
-    args = argparse.Namespace(seconds=100.0, beside=4, tiny=False)
+    args = argparse.Namespace(seconds=100.0, beside=4, tiny=False, gpus=["0"])
     quality.run_arms({"long": ["train.steps=4880"], "base": []}, args, tmp_path, {}, {})
     assert begun == ["base"]
 
