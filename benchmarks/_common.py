@@ -57,3 +57,11 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [""] without any."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())] or [""]

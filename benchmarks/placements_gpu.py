@@ -1,9 +1,12 @@
 """Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
 
-    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING] [--seconds 520] [--limit 170]
+    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING ...] [--fresh] [--seconds 520] [--limit 170]
+        [--tiny]
 
-The list depends on the number of GPUs, the 27B stand-in's best split first; runs that would not end within `--seconds`
-are left for the next call, which goes on from what is in results/placements_h200_x<N>.json (or $OUT).
+The list depends on the number of GPUs, the 27B stand-in's best split first; runs of few GPUs go beside each other, and
+say so.  Runs that would not end within `--seconds` are left for the next call, which goes on from what is in
+results/placements_h200_x<N>.json (or $OUT; `--fresh`: only from there).  `--tiny` rehearses it on a CPU
+as if it had two GPUs.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS, write_result
+from _common import RESULTS, gpus, write_result
 
 from draftsmith.config import parse_config
 from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec, random_row
@@ -28,32 +33,34 @@ from draftsmith.plan import row_settings
 from draftsmith.predict import CARDS, GIB, card_rates, dense_geometry, predict
 
 STORED = Path(__file__).parent / "results"
+RUNS = (("dense-27b", 3072), ("qwen3-8b", 3072), ("small", 3072), ("dense-27b", 8192), ("qwen3-8b", 8192))
+TINY = ["--device", "cpu", "--anchors", "16", "--block-size", "8", "--layers", "1"]
 
 
-def placements(gpus: int) -> list[tuple[str, list[str]]]:
+def placements(count: int) -> list[tuple[str, list[str]]]:
     """(name, overrides): colocated on one and on all, and the splits."""
-    splits = {2: [(1, 1)], 4: [(3, 1), (2, 2)], 8: [(5, 3), (6, 2), (4, 4)]}.get(gpus, [])
+    splits = {2: [(1, 1)], 4: [(3, 1), (2, 2)], 8: [(5, 3), (6, 2), (4, 4)]}.get(count, [])
     out = [(f"split {m}+{n}", [f"placement.targets={m}", f"placement.drafters={n}", "placement.mode=split"])
            for m, n in splits]  # fmt: skip
-    out.append((f"colocated x{gpus}", [f"placement.drafters={gpus}"]))
+    out.append((f"colocated x{count}", [f"placement.drafters={count}"]))
     return [*out, ("colocated x1", ["placement.drafters=1"])]
 
 
 def one(
-    geometry: str, tokens: int, overrides: list[str], rows: int, steps: int, cache: Path, limit: float
+    geometry: str, tokens: int, overrides: list[str], rows: int, steps: int, cache: Path, limit: float, cards: list[str]
 ) -> dict[str, Any]:
-    """One placement by the command line; what it found, or how it failed (where each process was, if it hung)."""
+    """One placement by the command line on those GPUs; what it found, or how it failed (where each process was, if it hung)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [
             sys.executable, "-m", "draftsmith.cli", "bench", "--geometry", geometry, "--row-tokens", str(tokens),
             "--rows-per-step", str(rows), "--steps", str(steps), "--json", str(out), f"compile.cache_dir={cache}",
-            *overrides,
+            *(TINY if geometry == "tiny" else []), *overrides,
         ]  # fmt: skip
         begin = time.monotonic()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards[0] else {})},
         )  # fmt: skip
         try:
             said, _ = process.communicate(timeout=limit)
@@ -66,6 +73,42 @@ def one(
         if process.returncode or not out.is_file():
             return {"failed": f"exit code {process.returncode}", "said": said[-1500:]}
         return {**json.loads(out.read_text()), "whole_s": time.monotonic() - begin}
+
+
+def size(overrides: list[str]) -> int:
+    """GPUs that a placement takes."""
+    return sum(
+        int(o.partition("=")[2]) for o in overrides if o.startswith(("placement.targets=", "placement.drafters="))
+    )
+
+
+def packed(
+    needs: dict[str, int], cards: list[str], run: Callable[[str, list[str]], dict[str, Any]],
+    done: Callable[[str, dict[str, Any]], None], go_on: Callable[[], bool] = lambda: True,
+) -> list[str]:  # fmt: skip
+    """Run each on as many GPUs as it needs, the first that fits in what is free first, until `go_on` says no; what is
+    left.  `done` gets what each found, with the names of those that ran beside it for a while."""
+    waiting, free = list(needs), list(cards)
+    running: dict[Future[dict[str, Any]], str] = {}
+    taken: dict[str, list[str]] = {}
+    beside: dict[str, set[str]] = {}
+    with ThreadPoolExecutor(len(cards)) as pool:
+        while waiting or running:
+            for key in list(waiting):
+                if needs[key] <= len(free) and go_on():
+                    taken[key], free = free[: needs[key]], free[needs[key] :]
+                    beside[key] = set(running.values())
+                    for other in running.values():
+                        beside[other].add(key)
+                    running[pool.submit(run, key, taken[key])] = key
+                    waiting.remove(key)
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                key = running.pop(future)
+                free += taken[key]
+                done(key, {**future.result(), "beside": sorted(beside[key])})
+    return waiting
 
 
 def predicted(run: dict[str, Any]) -> float:
@@ -89,17 +132,27 @@ def predicted(run: dict[str, Any]) -> float:
         intermediate=geometry.intermediate, heads=geometry.heads, kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim, vocab=geometry.vocab, tied=False,
     )  # fmt: skip
-    size = placement["targets"] + placement["drafters"]
+    count = placement["targets"] + placement["drafters"]
     card = CARDS["h200"]
-    said = predict(target, spec, settings, card_rates(card), size, (card.memory_gib * GIB,) * size)
+    said = predict(target, spec, settings, card_rates(card), count, (card.memory_gib * GIB,) * count)
     asked = [p for p in said.placements if (p.targets, p.drafters) == (placement["targets"], placement["drafters"])]
     return asked[0].rows_per_s
+
+
+def allowed(run: dict[str, Any], alone: dict[str, Any]) -> float | None:
+    """Rows a second that the slower role of a split would reach if it never waited: targets by the time they took for a
+    row in this run, drafters by their part of a row on one GPU."""
+    targets, drafters = run["placement"]["targets"], run["placement"]["drafters"]
+    if not targets or "rows_timed" not in alone or "target_seconds_per_row" not in run["waits"]:
+        return None
+    drafter = alone["seconds_by_part"]["compute"] / alone["rows_timed"]
+    return min(targets / run["waits"]["target_seconds_per_row"], drafters / drafter)
 
 
 def table(found: dict[str, Any]) -> str:
     columns = (
         "run", "rows/s", "plan said", "tokens/s", "supervised/s", "drafters wait", "targets wait", "peak GiB",
-        "first step s", "vs x1", "loss vs x1",
+        "first step s", "vs x1", "of its slower role", "loss vs x1",
     )  # fmt: skip
     lines = [" | ".join(columns)]
     for name, run in found.items():
@@ -108,13 +161,15 @@ def table(found: dict[str, Any]) -> str:
             continue
         alone = found.get(name.rsplit(",", 1)[0] + ", colocated x1", {})
         gain = f"{run['rows_per_s'] / alone['rows_per_s']:.2f}" if "rows_per_s" in alone else ""
+        limit = allowed(run, alone)
+        share = f"{run['rows_per_s'] / limit:.0%}" if limit else ""
         off = max((abs(a / b - 1) for a, b in zip(run["losses"], alone.get("losses", []), strict=False)), default=0.0)
         waits, processes = run["waits"], run["processes"].values()
         firsts = [p["first_step_s"] for p in processes if "first_step_s" in p]
         lines.append(
             f"{name} | {run['rows_per_s']:.2f} | {predicted(run):.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
             f"{waits.get('drafters_waited', 0):.0%} | {waits.get('targets_waited', 0):.0%} | "
-            f"{max(p['peak_gib'] for p in processes):.1f} | {max(firsts):.1f} | {gain} | {off:.0e}"
+            f"{max(p['peak_gib'] or 0 for p in processes):.1f} | {max(firsts):.1f} | {gain} | {share} | {off:.0e}"
         )
     return "\n".join(lines)
 
@@ -124,39 +179,53 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--table", type=Path, help="print the table of such a result, and run nothing")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", action="append", default=[], help="names that contain this")
+    parser.add_argument("--fresh", action="store_true", help="without what is in results/")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument(
         "--limit", type=float, default=170.0, help="seconds a run may take, start and compilation included"
     )
-    parser.add_argument("--rows", type=int, default=8, help="rows a step")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--rows", type=int, help="a step: default 8, on eight GPUs 24, so that three drafters share them"
+    )
+    parser.add_argument("--steps", type=int, help="timed: default 10, on eight GPUs 4")
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.table:
         print(table(json.loads(args.table.read_text())["runs"]))
         return
-    begin, gpus = time.monotonic(), torch.cuda.device_count()
-    name = f"placements_h200_x{gpus}"
+    begin, cards = time.monotonic(), ["", ""] if args.tiny else gpus()
+    name = f"placements_{'tiny' if args.tiny else 'h200'}_x{len(cards)}"
+    device = "cpu" if args.tiny else torch.cuda.get_device_name()
     found: dict[str, Any] = {}
-    for folder in (STORED, RESULTS):
+    rows, steps = ((args.rows or 24), (args.steps or 4)) if len(cards) == 8 else ((args.rows or 8), (args.steps or 10))
+    cases: dict[str, tuple[str, int, list[str]]] = {}
+    for folder in (STORED,) * (not args.fresh) + (RESULTS,):
         if (folder / f"{name}.json").is_file():
             found = json.loads((folder / f"{name}.json").read_text())["runs"]
+    for geometry, tokens in (("tiny", 256),) if args.tiny else RUNS:
+        for placement, overrides in placements(len(cards)):
+            key = f"{geometry}, T={tokens}, {placement}"
+            if (not args.only or any(o in key for o in args.only)) and "rows_per_s" not in found.get(key, {}):
+                cases[key] = geometry, tokens, overrides
     with tempfile.TemporaryDirectory() as cache:
-        for geometry, tokens in (
-            ("dense-27b", 3072), ("qwen3-8b", 3072), ("small", 3072), ("dense-27b", 8192), ("qwen3-8b", 8192)
-        ):  # fmt: skip
-            for placement, overrides in placements(gpus):
-                key = f"{geometry}, T={tokens}, {placement}"
-                if args.only not in key or "rows_per_s" in found.get(key, {}):
-                    continue
-                if time.monotonic() - begin > args.seconds - args.limit:
-                    print("left for the next call:", key)
-                    continue
-                # every placement of a geometry has as many rows a step, so that their losses can be compared
-                steps = 50 if geometry == "small" else args.steps  # for its losses
-                found[key] = one(geometry, tokens, overrides, args.rows, steps, Path(cache), args.limit)
-                print(key, json.dumps(found[key])[:700], flush=True)
-                write_result(name, {"device": torch.cuda.get_device_name(), "gpus": gpus, "runs": found})
+
+        def run(key: str, mine: list[str]) -> dict[str, Any]:
+            geometry, tokens, overrides = cases[key]
+            # every placement of a geometry has as many rows a step, so that their losses can be compared
+            count = 50 if geometry == "small" else steps  # for its losses
+            return one(geometry, tokens, overrides, rows, count, Path(cache), args.limit, mine)
+
+        def done(key: str, result: dict[str, Any]) -> None:
+            found[key] = result
+            print(f"{time.monotonic() - begin:.0f} s", key, json.dumps(result)[:700], flush=True)
+            write_result(name, {"device": device, "gpus": len(cards), "runs": found})
+
+        left = packed(
+            {key: size(overrides) for key, (_, _, overrides) in cases.items()}, cards, run, done,
+            lambda: time.monotonic() - begin <= args.seconds - args.limit,
+        )  # fmt: skip
+    print("left for the next call:", "; ".join(left))
     print(table(found))
 
 

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS, commit, write_result
+from _common import RESULTS, commit, gpus, write_result
 from peer_speculators import kept
 
 from draftsmith.export import export_folder
@@ -239,14 +239,6 @@ def uncompiled(name: str, found: dict[str, Any]) -> dict[str, list[str]] | None:
 
 def shape(fields: list[str]) -> str:
     return "peer" if fields[:1] == ["peer"] else " ".join(sorted(f for f in fields if f.startswith(SHAPES)))
-
-
-def gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())] or [""]
 
 
 def save(found: dict[str, Any], **more: Any) -> Path:

@@ -220,7 +220,8 @@ class Bench:
     def _steps(self, steps: int) -> dict[str, Any]:
         world, step_rows = self.world, self.rows_per_step
         rows = RandomRows(self.shape, self.geometry.vocab)
-        warm = 2
+        # what targets had ready when training began is used up by then, if they are the slower role
+        warm = 4 if world.targets else 2
         last = (warm + steps) * step_rows
         run_ahead = self.config.placement.run_ahead
         if world.role == "target":
@@ -264,6 +265,7 @@ class Bench:
             "geometry": self.name,
             "placement": self.config.placement.model_dump(),
             "rows_per_step": step_rows,
+            "rows_timed": steps * step_rows,
             "shape": asdict(self.shape),
             "rows_per_s": rate,
             "tokens_per_s": rate * self.shape.row_tokens,
