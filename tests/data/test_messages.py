@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,7 +80,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": HA
         {"category": HALF},
         {"tools": [{"type": "function", "function": {"name": HALF}}]},
         {"tools": "[" * 200_000},
-        {"tools": '[{"a":' + "[" * 600 + "]" * 600 + "}]"},
+        {"tools": '[{"a":' + "[" * 100 + "]" * 100 + "}]"},
         {"system": "s", "messages": ["a"]},
         {"messages": [*OPENAI[:2], {**OPENAI[2], "reasoning_content": HALF}, OPENAI[1]]},
         {"messages": [*OPENAI[:2], {**OPENAI[2], "tool_calls": [CALL]}, OPENAI[1]]},
@@ -95,6 +96,24 @@ def test_a_prompt_that_cannot_be_used_is_a_bad_line(tmp_path, more):
     assert [p.id for p in read_prompts(path, max_bad_lines=1)] == ["1", "3"]
     with pytest.raises(InputError, match=r"p\.jsonl:2: not "):
         read_prompts(path)
+
+
+def test_how_deep_a_prompt_may_be_does_not_depend_on_the_process(tmp_path):
+    path = tmp_path / "p.jsonl"
+    for levels in (99, 100, 101, 600):
+        tools = [{"a": json.loads("[" * (levels - 1) + "]" * (levels - 1))}]
+        path.write_text(json.dumps({"messages": OPENAI[:2], "tools": tools}) + "\n")
+        for limit in (1000, 5000):
+            before = sys.getrecursionlimit()
+            sys.setrecursionlimit(limit)
+            try:
+                if levels <= 100:
+                    assert len(read_prompts(path)) == 1
+                else:
+                    with pytest.raises(InputError, match="nested more than 100 levels deep"):
+                        read_prompts(path)
+            finally:
+                sys.setrecursionlimit(before)
 
 
 def test_files_of_every_kind_hold_the_same(tmp_path):

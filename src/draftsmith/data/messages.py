@@ -19,6 +19,8 @@ from draftsmith.errors import InputError
 from draftsmith.records import Conversation, Prompt
 
 CHUNK_BYTES = 1 << 19
+DEEPEST = 100
+"""Levels of a prompt's JSON.  Python's own limit is no rule: torch raises it when it compiles."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -350,12 +352,21 @@ def _checked(prompt: Prompt) -> Prompt:
     for message in prompt.messages:
         if message["role"] in ("user", "system") and not message["content"].strip():
             raise BadLine(f"not a prompt: a {message['role']} message is empty")
-    try:
-        if has_lone_surrogate(asdict(prompt)):  # as its answer will be written, which copies level by level
-            raise BadLine("not a prompt: a lone surrogate, which is no Unicode text")
-    except RecursionError as error:
-        raise BadLine(f"not a prompt: {error}") from error
+    if is_deeper([*prompt.messages, *prompt.tools], DEEPEST):
+        raise BadLine(f"not a prompt: nested more than {DEEPEST} levels deep")
+    if has_lone_surrogate(asdict(prompt)):  # as its answer will be written
+        raise BadLine("not a prompt: a lone surrogate, which is no Unicode text")
     return prompt
+
+
+def is_deeper(values: list[Any], levels: int) -> bool:
+    """Whether lists and objects lie within each other more than so many levels deep."""
+    for _ in range(levels):
+        values = [v for v in values if isinstance(v, dict | list)]
+        if not values:
+            return False
+        values = [inner for v in values for inner in (v.values() if isinstance(v, dict) else v)]
+    return any(isinstance(v, dict | list) for v in values)
 
 
 def has_lone_surrogate(value: Any) -> bool:
