@@ -1,6 +1,6 @@
 """Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
 
-    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING ...] [--fresh] [--seconds 520] [--limit 170]
+    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING ...] [--fresh] [--seconds 520] [--limit 200]
         [--tiny]
 
 The list depends on the number of GPUs, the 27B stand-in's best split first; runs of few GPUs go beside each other, and
@@ -25,12 +25,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS, gpus, write_result
+from _common import RESULTS, commit, gpus, write_result
 
 from draftsmith.config import parse_config
 from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec, random_row
 from draftsmith.plan import row_settings
 from draftsmith.predict import CARDS, GIB, card_rates, dense_geometry, predict
+from draftsmith.train.roles import rows_per_second
 
 STORED = Path(__file__).parent / "results"
 RUNS = (("dense-27b", 3072), ("qwen3-8b", 3072), ("small", 3072), ("dense-27b", 8192), ("qwen3-8b", 8192))
@@ -58,9 +59,10 @@ def one(
             *(TINY if geometry == "tiny" else []), *overrides,
         ]  # fmt: skip
         begin = time.monotonic()
+        where = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards[0] else {}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards[0] else {})},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **where},
         )  # fmt: skip
         try:
             said, _ = process.communicate(timeout=limit)
@@ -105,9 +107,10 @@ def packed(
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                key = running.pop(future)
+                key, error = running.pop(future), future.exception()
                 free += taken[key]
-                done(key, {**future.result(), "beside": sorted(beside[key])})
+                result = {"failed": repr(error), "said": ""} if error else future.result()
+                done(key, {**result, "beside": sorted(beside[key])})
     return waiting
 
 
@@ -139,20 +142,20 @@ def predicted(run: dict[str, Any]) -> float:
     return asked[0].rows_per_s
 
 
-def allowed(run: dict[str, Any], alone: dict[str, Any]) -> float | None:
-    """Rows a second that the slower role of a split would reach if it never waited: targets by the time they took for a
-    row in this run, drafters by their part of a row on one GPU."""
+def allowed(run: dict[str, Any]) -> float | None:
+    """Rows a second that the slower role of a split would reach if it never waited, by the time that each role's GPUs
+    were busy in this run."""
     targets, drafters = run["placement"]["targets"], run["placement"]["drafters"]
-    if not targets or "rows_timed" not in alone or "target_seconds_per_row" not in run["waits"]:
+    if not targets or "target_seconds_per_row" not in run["waits"] or "rows_timed" not in run:
         return None
-    drafter = alone["seconds_by_part"]["compute"] / alone["rows_timed"]
-    return min(targets / run["waits"]["target_seconds_per_row"], drafters / drafter)
+    drafter = drafters * run["seconds_by_part"]["compute"] / run["rows_timed"]
+    return rows_per_second(targets, drafters, run["waits"]["target_seconds_per_row"], drafter)
 
 
 def table(found: dict[str, Any]) -> str:
     columns = (
         "run", "rows/s", "plan said", "tokens/s", "supervised/s", "drafters wait", "targets wait", "peak GiB",
-        "first step s", "vs x1", "of its slower role", "loss vs x1",
+        "first step s", "vs x1", "of its slower role", "loss vs x1", "beside",
     )  # fmt: skip
     lines = [" | ".join(columns)]
     for name, run in found.items():
@@ -161,7 +164,7 @@ def table(found: dict[str, Any]) -> str:
             continue
         alone = found.get(name.rsplit(",", 1)[0] + ", colocated x1", {})
         gain = f"{run['rows_per_s'] / alone['rows_per_s']:.2f}" if "rows_per_s" in alone else ""
-        limit = allowed(run, alone)
+        limit = allowed(run)
         share = f"{run['rows_per_s'] / limit:.0%}" if limit else ""
         off = max((abs(a / b - 1) for a, b in zip(run["losses"], alone.get("losses", []), strict=False)), default=0.0)
         waits, processes = run["waits"], run["processes"].values()
@@ -169,7 +172,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(
             f"{name} | {run['rows_per_s']:.2f} | {predicted(run):.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
             f"{waits.get('drafters_waited', 0):.0%} | {waits.get('targets_waited', 0):.0%} | "
-            f"{max(p['peak_gib'] or 0 for p in processes):.1f} | {max(firsts):.1f} | {gain} | {share} | {off:.0e}"
+            f"{max(p['peak_gib'] or 0 for p in processes):.1f} | {max(firsts):.1f} | {gain} | {share} | {off:.0e} | {len(run.get('beside', []))}"
         )
     return "\n".join(lines)
 
@@ -183,12 +186,12 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="without what is in results/")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument(
-        "--limit", type=float, default=170.0, help="seconds a run may take, start and compilation included"
+        "--limit", type=float, default=200.0, help="seconds a run may take, start and compilation included"
     )
     parser.add_argument(
         "--rows", type=int, help="a step: default 8, on eight GPUs 24, so that three drafters share them"
     )
-    parser.add_argument("--steps", type=int, help="timed: default 10, on eight GPUs 4")
+    parser.add_argument("--steps", type=int, help="timed: default 10, on eight GPUs 3; half of it at T=8192")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.table:
@@ -198,34 +201,38 @@ def main() -> None:
     name = f"placements_{'tiny' if args.tiny else 'h200'}_x{len(cards)}"
     device = "cpu" if args.tiny else torch.cuda.get_device_name()
     found: dict[str, Any] = {}
-    rows, steps = ((args.rows or 24), (args.steps or 4)) if len(cards) == 8 else ((args.rows or 8), (args.steps or 10))
-    cases: dict[str, tuple[str, int, list[str]]] = {}
-    for folder in (STORED,) * (not args.fresh) + (RESULTS,):
+    rows, steps = ((args.rows or 24), (args.steps or 3)) if len(cards) == 8 else ((args.rows or 8), (args.steps or 10))
+    cases: dict[str, tuple[str, int, int, list[str]]] = {}
+    for folder in () if args.tiny or (args.fresh and RESULTS == STORED) else (STORED, RESULTS)[args.fresh :]:
         if (folder / f"{name}.json").is_file():
             found = json.loads((folder / f"{name}.json").read_text())["runs"]
     for geometry, tokens in (("tiny", 256),) if args.tiny else RUNS:
         for placement, overrides in placements(len(cards)):
             key = f"{geometry}, T={tokens}, {placement}"
-            if (not args.only or any(o in key for o in args.only)) and "rows_per_s" not in found.get(key, {}):
-                cases[key] = geometry, tokens, overrides
+            count = 50 if geometry == "small" else steps // (1 + (tokens > 4096))  # 50 for its losses
+            there = found.get(key, {})
+            # others of the geometry are held against it: as many rows a step
+            if (not args.only or any(o in key for o in args.only)) and (
+                (there.get("rows_per_step"), there.get("rows_timed")) != (rows, count * rows)
+            ):
+                cases[key] = geometry, tokens, count, overrides
     with tempfile.TemporaryDirectory() as cache:
 
         def run(key: str, mine: list[str]) -> dict[str, Any]:
-            geometry, tokens, overrides = cases[key]
-            # every placement of a geometry has as many rows a step, so that their losses can be compared
-            count = 50 if geometry == "small" else steps  # for its losses
+            geometry, tokens, count, overrides = cases[key]
             return one(geometry, tokens, overrides, rows, count, Path(cache), args.limit, mine)
 
         def done(key: str, result: dict[str, Any]) -> None:
-            found[key] = result
+            found[key] = {**result, "commit": commit()}
             print(f"{time.monotonic() - begin:.0f} s", key, json.dumps(result)[:700], flush=True)
             write_result(name, {"device": device, "gpus": len(cards), "runs": found})
 
         left = packed(
-            {key: size(overrides) for key, (_, _, overrides) in cases.items()}, cards, run, done,
+            {key: size(overrides) for key, (*_, overrides) in cases.items()}, cards, run, done,
             lambda: time.monotonic() - begin <= args.seconds - args.limit,
         )  # fmt: skip
-    print("left for the next call:", "; ".join(left))
+    if left:
+        print("left for the next call:", "; ".join(left))
     print(table(found))
 
 

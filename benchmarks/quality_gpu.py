@@ -8,7 +8,7 @@
 Arms run as `draftsmith train` with overrides, `--beside` of them at once on each GPU; those that share compiled code
 start when the first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
 in results/quality_smollm2.json (or $OUT).  The peer (peer_speculators.py) needs PYTHONPATH=.peers/speculators.
-`--alone` runs arms again one at a time, for their seconds.  `serve` does so with one, measured more often, and decodes
+`--alone` runs arms again, one at a time on a GPU, for their seconds.  `serve` does so with one, measured more often, and decodes
 with it at batch 1: speed-up at temperature 0 and 1, in bfloat16 and, lossless, in float32; `--keep` writes the exported
 drafter beside the results, its weights in parts.  `--tiny` rehearses all of it on a CPU.
 """
@@ -90,7 +90,7 @@ class Arm:
     def __init__(
         self, name: str, fields: list[str], args: argparse.Namespace, work: Path, share: int, gpu: str
     ) -> None:
-        self.name, self.begun, self.share, self.gpu = name, time.monotonic(), share, gpu
+        self.name, self.begun, self.share, self.gpu, self.gpus = name, time.monotonic(), share, gpu, len(args.gpus)
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.fields, self.peer, self.out = fields, fields[:1] == ["peer"], self.folder / "peer.json"
@@ -137,7 +137,7 @@ class Arm:
             why = f"exit code {code}" if code is not None else f"longer than {self.limit:.0f} s"
             return {"failed": why, "said": told(self.log.read_text())}
         found = json.loads(self.out.read_text()) if self.peer else read_run(self.run)
-        return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.share}
+        return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.share, "gpus": self.gpus}
 
     @property
     def run(self) -> Path:
@@ -282,10 +282,10 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     one, other = best(ours), best(peers)
     timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
 
-    def beside(name: str | None) -> int | None:
-        return done[name].get("beside") if name else None
+    def beside(name: str | None, key: str = "beside") -> int | None:
+        return done[name].get(key) if name else None
 
-    alike = timed and their_timed and beside(timed) == beside(their_timed)
+    alike = timed and their_timed and all(beside(timed, k) == beside(their_timed, k) for k in ("beside", "gpus"))
     mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {
         "best": {"ours": one, "speculators": other},
@@ -310,7 +310,7 @@ def tables(found: dict[str, Any]) -> list[str]:
     order = sorted(done, key=lambda n: -last[n]["accepted_length"]["pooled"])
     slots = (1, 2, 3, 5, 7)
     rows = [
-        f"| arm | accepted length | {' | '.join(f'slot {k}' for k in slots)} | training, s (arms at once) | M tokens |",
+        f"| arm | accepted length | {' | '.join(f'slot {k}' for k in slots)} | training, s (arms at once on a GPU) | M tokens |",
         "|---" * (len(slots) + 4) + "|",
     ]
     for name in order:

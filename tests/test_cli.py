@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import make_config, write_conversations, write_prompts, write_target
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli import main
@@ -424,6 +426,15 @@ def test_nan_in_an_exported_drafter(trained, capfd):
 def test_export_exists(trained, capfd):
     assert main(["export", str(trained.file)]) == 0
     assert "export exists: set export.output" in trained.refused(capfd, "export")
+
+
+def test_no_room_for_an_export(trained, capfd, monkeypatch):
+    def full(*args):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    line = trained.refused(capfd, "export")
+    assert "No space left on device" in line and "model.safetensors): free space, then go on" in line
 
 
 def test_evaluate_what_is_no_drafter(trained, capfd, tmp_path):

@@ -220,10 +220,11 @@ class Bench:
     def _steps(self, steps: int) -> dict[str, Any]:
         world, step_rows = self.world, self.rows_per_step
         rows = RandomRows(self.shape, self.geometry.vocab)
-        # what targets had ready when training began is used up by then, if they are the slower role
-        warm = 4 if world.targets else 2
-        last = (warm + steps) * step_rows
         run_ahead = self.config.placement.run_ahead
+        # in a split the targets run ahead of what is timed at its end too, as at its beginning
+        ready = run_ahead * (world.targets + world.drafters) + world.targets if world.targets else 0
+        warm, tail = (4 if world.targets else 2), -(-ready // step_rows)
+        last = (warm + steps + tail) * step_rows
         if world.role == "target":
             assert self.extract is not None
             mine = rows_of_target(0, last, world.targets, world.index)
@@ -236,12 +237,12 @@ class Bench:
         source: Any = self.extract
         if world.role == "drafter":
             shape = (self.shape.row_tokens, self.shape.features * self.geometry.hidden)
-            asked = (g for s in range(warm + steps) for g in self._mine(s))
+            asked = (g for s in range(warm + steps + tail) for g in self._mine(s))
             source = ReceiveRows(world, asked, shape, self.dtype, self.device, run_ahead)
         clock = Clock(world, source, self.device)
         step.source = clock.features
         sums = []
-        for number in range(warm + steps):
+        for number in range(warm + steps + tail):
             if number == warm:
                 self._wait()
                 clock.start()
@@ -252,20 +253,25 @@ class Bench:
             if number == 0:
                 self._wait()
                 first_step_seconds = time.monotonic() - self.born
-        self._wait()
-        seconds = time.monotonic() - begin
-        parts, _, waits = clock.read(steps * len(self._mine(0)))
+            if number == warm + steps - 1:
+                self._wait()
+                seconds = time.monotonic() - begin
+                parts, _, waits = clock.read(steps * len(self._mine(0)))
         values = world.sum_device(torch.stack([s.weighted for s in sums])).tolist()
         facts = {"peak_gib": self._peak_gib(), "first_step_s": first_step_seconds, **self.compiled_facts()}
         world.publish(f"facts/{world.rank}", facts)
         if not world.first:
             return {}
-        rate = steps * step_rows / seconds
+        # what was ready when the clock started was not made in this time
+        rows_timed = min(steps * step_rows, clock.rows_served or steps * step_rows)
+        rate = rows_timed / seconds
         return {
             "geometry": self.name,
             "placement": self.config.placement.model_dump(),
             "rows_per_step": step_rows,
             "rows_timed": steps * step_rows,
+            "rows_served": clock.rows_served,
+            "seconds": seconds,
             "shape": asdict(self.shape),
             "rows_per_s": rate,
             "tokens_per_s": rate * self.shape.row_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import placements_gpu as placements
+import pytest
 
 
 def test_a_placement_takes_as_many_gpus_as_it_has_processes():
@@ -41,10 +42,25 @@ def test_what_would_not_end_in_time_is_left():
 
 
 def test_what_a_split_allows_is_the_slower_role_without_waiting():
-    alone = {"seconds_by_part": {"compute": 10.0}, "rows_timed": 40}  # a drafter's row in 0.25 s
+    def split(targets, drafters, seconds, busy):
+        return {
+            "placement": {"targets": targets, "drafters": drafters}, "rows_timed": 240,
+            "waits": {"target_seconds_per_row": seconds}, "seconds_by_part": {"compute": busy},
+        }  # fmt: skip
 
-    def split(targets, drafters, seconds):
-        return {"placement": {"targets": targets, "drafters": drafters}, "waits": {"target_seconds_per_row": seconds}}
+    # 5 targets of 0.5 s a row: 10 a second; 3 drafters, 80 rows each, 20 s busy: 4 a second each
+    assert placements.allowed(split(5, 3, 0.5, 20.0)) == 10.0
+    assert placements.allowed(split(5, 3, 0.25, 20.0)) == pytest.approx(12.0)
+    assert placements.allowed(split(0, 2, 0.5, 20.0)) is None
 
-    assert placements.allowed(split(1, 1, 0.5), alone) == 2.0 and placements.allowed(split(5, 3, 0.3), alone) == 12.0
-    assert placements.allowed(split(0, 2, 0.5), alone) is None and placements.allowed(split(1, 1, 0.5), {}) is None
+
+def test_a_run_that_raises_is_one_that_failed_and_the_others_go_on():
+    found = {}
+
+    def run(key, mine):
+        if key == "a":
+            raise OSError("no room")
+        return {"rows_per_s": 1.0}
+
+    assert placements.packed({"a": 1, "b": 1}, ["0"], run, found.__setitem__) == []
+    assert "no room" in found["a"]["failed"] and found["b"]["rows_per_s"] == 1.0

@@ -44,6 +44,10 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     assert top["arms_at_once"] == {"ours": 4, "speculators": 4}
     found["Muon, alone"]["beside"] = 1
     assert quality.summary(found)["seconds_to_peer_final"] is None  # the peer was not
+    found["peer, our recipe, alone"] = {**found["peer, our recipe"], "beside": 1}
+    assert quality.summary(found)["seconds_to_peer_final"] == 7.5
+    found["Muon, alone"]["gpus"] = 2
+    assert quality.summary(found)["seconds_to_peer_final"] is None  # the host was shared by two
     found["base, seed 1"] = arm((1, 40.0, 3.4))  # one lucky seed of an arm whose mean is 2.4
     found["base, seed 2"] = arm((1, 40.0, 1.8))
     found["Muon, seed 1"] = arm((2, 40.0, 2.9))

@@ -99,9 +99,12 @@ def test_compiling_is_counted_once_and_survives_a_reset():
     assert 0.1 < parts["compile"] < 1
 
 
+NOTHING = {"seconds": 0.0, "wait": 0.0, "compute": 0.0, "rows": 0}
+
+
 def split_read(wait: float, target: dict[str, float], other: dict[str, float] | None = None) -> dict[str, float]:
     """Parts after 0.2 s, of which this drafter waited `wait`."""
-    world = Split([target], {"data": 0.0, "wait": wait, "compile": 0.0, **(other or {})})
+    world = Split([NOTHING, target], {"data": 0.0, "wait": wait, "compile": 0.0, **(other or {})})
     clock = Clock(world, Source(wait), CPU)
     clock.start()
     clock.features.row(None)
@@ -126,6 +129,22 @@ def test_targets_waits_are_those_since_the_last_reading():
     clock = Clock(Split(said, {"data": 0.0, "wait": 0.0, "compile": 0.0}), Source(), CPU)
     assert clock.read(1)[2]["targets_waited"] == pytest.approx(0.9)
     assert clock.read(1)[2]["targets_waited"] == 0
+
+
+def test_of_targets_counts_what_came_since_the_start():
+    """Their rows before it took longer: they are compiled in them."""
+    said = [
+        {"seconds": 30.0, "wait": 9.0, "compute": 20.0, "rows": 4},
+        {"seconds": 40.0, "wait": 9.0, "compute": 25.0, "rows": 14},
+        {"seconds": 50.0, "wait": 9.0, "compute": 35.0, "rows": 29},
+    ]
+    clock = Clock(Split(said, {"data": 0.0, "wait": 0.0, "compile": 0.0}), Source(), CPU)
+    assert clock.rows_served is None
+    clock.start()
+    waits = clock.read(1)[2]
+    assert (clock.rows_served, waits["target_seconds_per_row"], waits["targets_waited"]) == (10, 0.5, 0.0)
+    waits = clock.read(1)[2]
+    assert (clock.rows_served, waits["target_seconds_per_row"]) == (15, 0.6)
 
 
 def test_the_slowest_drafters_loading_is_data_everywhere():

@@ -78,7 +78,10 @@ class Clock:
         self.checkpoints = 0
         self.begun = time.monotonic()
         self.compiled_before = compile_seconds()
+        self.said_at_start: dict[int, dict[str, float]] = {}
         self.said_before: dict[int, dict[str, float]] = {}
+        self.rows_served: float | None = None
+        """By the targets, between the last two readings; None without targets."""
         self.total = Times()
         self.last: dict[str, Any] = {}
 
@@ -87,6 +90,7 @@ class Clock:
         self.begun = time.monotonic()
         self.parts, self.checkpoints, self.compiled_before = {}, 0, compile_seconds()
         self.features.take()
+        self.said_at_start = self.said_before = self._said()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -142,26 +146,34 @@ class Clock:
         if not self.world.targets:
             return {}
         out: dict[str, Any] = {"drafters_waited": waits / max(seconds, 1e-9)}
-        if not self.world.first:
-            return out
-        ranks = [r for r in range(self.world.drafters, self.world.size) if self.world.said(f"times/{r}")]
-        said = {r: self.world.read(f"times/{r}", r) for r in ranks}
+        said = self._said()
         if said:
-            new = {
-                k: sum(t[k] - self.said_before.get(r, {}).get(k, 0.0) for r, t in said.items())
-                for k in ("wait", "seconds")
-            }
+            new, whole = _since(self.said_before, said), _since(self.said_at_start, said)
             out["targets_waited"] = new["wait"] / max(new["seconds"], 1e-9)
-            rows = sum(t["rows"] for t in said.values())
-            out["target_seconds_per_row"] = sum(t["compute"] for t in said.values()) / max(rows, 1)
+            # of all rows: what a target has sent and what its GPU has ended differ by a few
+            out["target_seconds_per_row"] = whole["compute"] / max(whole["rows"], 1)
+            self.rows_served = new["rows"]
         self.said_before = said
         self.last |= out
         return out
+
+    def _said(self) -> dict[int, dict[str, float]]:
+        """By rank, what the targets have said of their time; on rank 0."""
+        if not self.world.first:
+            return {}
+        ranks = [r for r in range(self.world.drafters, self.world.size) if self.world.said(f"times/{r}")]
+        return {r: self.world.read(f"times/{r}", r) for r in ranks}
 
     def advice(self, rows_per_step: int) -> str:
         waited = self.total.wait / max(self.total.wait + self.total.compute, 1e-9)
         per_row = self.total.compute / max(self.total.rows, 1)
         return _advice(self.world, rows_per_step, self.last.get("target_seconds_per_row", per_row), per_row, waited)
+
+
+def _since(before: Mapping[int, Mapping[str, float]], now: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Sums over the targets of what came between two of their words."""
+    keys = ("seconds", "compute", "wait", "rows")
+    return {k: sum(t[k] - before.get(r, {}).get(k, 0.0) for r, t in now.items()) for k in keys}
 
 
 def compile_seconds() -> float:
