@@ -1,7 +1,7 @@
 """Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
 
     python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING ...] [--fresh] [--seconds 520] [--limit 200]
-        [--tiny]
+        [--cache DIR] [--tiny]
 
 The list depends on the number of GPUs, the 27B stand-in's best split first; runs of few GPUs go beside each other, and
 say so.  Runs that would not end within `--seconds` are left for the next call, which goes on from what is in
@@ -192,6 +192,7 @@ def main() -> None:
         "--rows", type=int, help="a step: default 8, on eight GPUs 24, so that three drafters share them"
     )
     parser.add_argument("--steps", type=int, help="timed: default 10, on eight GPUs 3; half of it at T=8192")
+    parser.add_argument("--cache", type=Path, help="folder of the compile cache: default a fresh one")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.table:
@@ -216,11 +217,12 @@ def main() -> None:
                 (there.get("rows_per_step"), there.get("rows_timed")) != (rows, count * rows)
             ):
                 cases[key] = geometry, tokens, count, overrides
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as folder:
+        cache = args.cache or Path(folder)
 
         def run(key: str, mine: list[str]) -> dict[str, Any]:
             geometry, tokens, count, overrides = cases[key]
-            return one(geometry, tokens, overrides, rows, count, Path(cache), args.limit, mine)
+            return one(geometry, tokens, overrides, rows, count, cache, args.limit, mine)
 
         def done(key: str, result: dict[str, Any]) -> None:
             found[key] = {**result, "commit": commit()}

@@ -43,7 +43,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """As safetensors, in a folder that is written whole.  What the system refuses (a full disk) is an OSError with its number, as for every other file."""
+    """As safetensors, in a folder that is written whole.  What the system refuses (a full disk) is an OSError with its
+    number, as for every other file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
