@@ -1,6 +1,6 @@
 """Placements on the GPUs of one machine: rates, waits, memory, scaling, losses.  One table at the end.
 
-    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING ...] [--fresh] [--seconds 520] [--limit 200]
+    python benchmarks/placements_gpu.py [--table FILE] [--only SUBSTRING ...] [--fresh] [--seconds 520] [--limit 240]
         [--cache DIR] [--tiny]
 
 The list depends on the number of GPUs, the 27B stand-in's best split first; runs of few GPUs go beside each other, and
@@ -152,10 +152,19 @@ def allowed(run: dict[str, Any]) -> float | None:
     return rows_per_second(targets, drafters, run["waits"]["target_seconds_per_row"], drafter)
 
 
+def busy(run: dict[str, Any]) -> str:
+    """Seconds that the GPU of each role is busy for a row."""
+    if "rows_timed" not in run:
+        return " | "
+    parts, count, placement = run["seconds_by_part"], run["rows_timed"], run["placement"]
+    target = run["waits"].get("target_seconds_per_row", parts["wait"] * placement["drafters"] / count)
+    return f"{target:.4f} | {parts['compute'] * placement['drafters'] / count:.4f}"
+
+
 def table(found: dict[str, Any]) -> str:
     columns = (
         "run", "rows/s", "plan said", "tokens/s", "supervised/s", "drafters wait", "targets wait", "peak GiB",
-        "first step s", "vs x1", "of its slower role", "loss vs x1", "beside",
+        "first step s", "vs x1", "of its slower role", "target s/row", "drafter s/row", "loss vs x1", "beside",
     )  # fmt: skip
     lines = [" | ".join(columns)]
     for name, run in found.items():
@@ -172,7 +181,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(
             f"{name} | {run['rows_per_s']:.2f} | {predicted(run):.2f} | {run['tokens_per_s']:.0f} | {run['supervised_tokens_per_s']:.0f} | "
             f"{waits.get('drafters_waited', 0):.0%} | {waits.get('targets_waited', 0):.0%} | "
-            f"{max(p['peak_gib'] or 0 for p in processes):.1f} | {max(firsts):.1f} | {gain} | {share} | {off:.0e} | {len(run.get('beside', []))}"
+            f"{max(p['peak_gib'] or 0 for p in processes):.1f} | {max(firsts):.1f} | {gain} | {share} | {busy(run)} | {off:.0e} | {len(run.get('beside', []))}"
         )
     return "\n".join(lines)
 
@@ -186,12 +195,12 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="without what is in results/")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument(
-        "--limit", type=float, default=200.0, help="seconds a run may take, start and compilation included"
+        "--limit", type=float, default=240.0, help="seconds a run may take, start and compilation included"
     )
     parser.add_argument(
         "--rows", type=int, help="a step: default 8, on eight GPUs 24, so that three drafters share them"
     )
-    parser.add_argument("--steps", type=int, help="timed: default 10, on eight GPUs 3; half of it at T=8192")
+    parser.add_argument("--steps", type=int, help="timed: default 10, on eight GPUs 4; half of it at T=8192")
     parser.add_argument("--cache", type=Path, help="folder of the compile cache: default a fresh one")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -202,15 +211,19 @@ def main() -> None:
     name = f"placements_{'tiny' if args.tiny else 'h200'}_x{len(cards)}"
     device = "cpu" if args.tiny else torch.cuda.get_device_name()
     found: dict[str, Any] = {}
-    rows, steps = ((args.rows or 24), (args.steps or 3)) if len(cards) == 8 else ((args.rows or 8), (args.steps or 10))
+    rows, steps = ((args.rows or 24), (args.steps or 4)) if len(cards) == 8 else ((args.rows or 8), (args.steps or 10))
     cases: dict[str, tuple[str, int, int, list[str]]] = {}
-    for folder in () if args.tiny or (args.fresh and RESULTS == STORED) else (STORED, RESULTS)[args.fresh :]:
+    if args.fresh and RESULTS == STORED:
+        parser.error("--fresh: set OUT to another folder, or what is in results/ would be lost")
+    for folder in () if args.tiny else (STORED, RESULTS)[args.fresh :]:
         if (folder / f"{name}.json").is_file():
             found = json.loads((folder / f"{name}.json").read_text())["runs"]
     for geometry, tokens in (("tiny", 256),) if args.tiny else RUNS:
         for placement, overrides in placements(len(cards)):
             key = f"{geometry}, T={tokens}, {placement}"
-            count = 50 if geometry == "small" else steps // (1 + (tokens > 4096))  # 50 for its losses
+            count = (
+                50 if geometry == "small" else steps if tokens < 8192 else max(1, (steps + 1) // 2)
+            )  # 50 for its losses
             there = found.get(key, {})
             # others of the geometry are held against it: as many rows a step
             if (not args.only or any(o in key for o in args.only)) and (
@@ -225,7 +238,8 @@ def main() -> None:
             return one(geometry, tokens, overrides, rows, count, cache, args.limit, mine)
 
         def done(key: str, result: dict[str, Any]) -> None:
-            found[key] = {**result, "commit": commit()}
+            if "rows_per_s" in result or "rows_per_s" not in found.get(key, {}):  # a failure takes no result's place
+                found[key] = {**result, "commit": commit()}
             print(f"{time.monotonic() - begin:.0f} s", key, json.dumps(result)[:700], flush=True)
             write_result(name, {"device": device, "gpus": len(cards), "runs": found})
 

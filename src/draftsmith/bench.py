@@ -263,14 +263,14 @@ class Bench:
         if not world.first:
             return {}
         # what was ready when the clock started was not made in this time
-        rows_timed = min(steps * step_rows, clock.rows_served or steps * step_rows)
-        rate = rows_timed / seconds
+        taken, served = steps * step_rows, clock.rows_served
+        rate = (taken if served is None else min(taken, served)) / seconds
         return {
             "geometry": self.name,
             "placement": self.config.placement.model_dump(),
             "rows_per_step": step_rows,
-            "rows_timed": steps * step_rows,
-            "rows_served": clock.rows_served,
+            "rows_timed": taken,
+            "rows_served": served,
             "seconds": seconds,
             "shape": asdict(self.shape),
             "rows_per_s": rate,

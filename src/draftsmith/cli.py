@@ -210,6 +210,8 @@ def _bench(args: argparse.Namespace) -> int:
     from draftsmith.bench import Bench, render
     from draftsmith.geometry import Shape
 
+    if args.steps is not None and args.steps < 1:
+        raise InputError(f"--steps {args.steps}: at least one step is timed")
     shape = Shape(args.row_tokens, args.anchors, args.block_size, args.layers, documents=args.documents)
     bench = Bench(args.geometry, shape, args.device, rows_per_step=args.rows_per_step, fields=args.overrides)
     placement = bench.config.placement

@@ -147,6 +147,20 @@ def test_of_targets_counts_what_came_since_the_start():
     assert (clock.rows_served, waits["target_seconds_per_row"]) == (15, 0.6)
 
 
+def test_a_run_too_short_to_know_ends_with_what_is_known():
+    """The targets had made all rows before the clock started; or have not been heard of since they made the first."""
+
+    def waits(*said):
+        clock = Clock(Split(list(said), {"data": 0.0, "wait": 0.0, "compile": 0.0}), Source(), CPU)
+        clock.start()
+        return clock.read(1)[2], clock.advice(8)
+
+    ready = {"seconds": 9.0, "wait": 1.0, "compute": 8.0, "rows": 4}
+    assert waits(ready, ready)[0]["target_seconds_per_row"] == 2.0
+    read, advice = waits(NOTHING, {**NOTHING, "seconds": 9.0})
+    assert "target_seconds_per_row" not in read and advice == "drafters waited 0% of the time"
+
+
 def test_the_slowest_drafters_loading_is_data_everywhere():
     target = {"seconds": 10.0, "wait": 9.0, "compute": 1.0, "rows": 5}
     parts = split_read(0.0, target, {"data": 0.18})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from draftsmith.config import PlacementConfig
 from draftsmith.errors import InputError, PeerError
+from draftsmith.target.features import TimedFeatures
 from draftsmith.train import transport, waiting
 from draftsmith.train.dist import World, _meet, agree
 from draftsmith.train.dist import world as join
@@ -36,13 +37,8 @@ def place(store, rank: int, seconds: float = 60) -> World:
 
 
 class Source:
-    by_events = False
-
     def row(self, row):
         return ROW
-
-    def take(self, *, finished: bool) -> float:
-        return 0.0
 
 
 def replace_transfers(monkeypatch, begin) -> None:
@@ -87,7 +83,7 @@ def test_a_store_that_has_gone_with_the_drafters_is_no_failure(store, monkeypatc
     world = place(store, 1)
     world.stop()
     with pytest.raises(Stopped):
-        serve_rows(SendRows(world, 2), iter([(0, None)]), Source())
+        serve_rows(SendRows(world, 2), iter([(0, None)]), TimedFeatures(Source(), CPU))
     assert capfd.readouterr().err == ""
 
 
@@ -114,7 +110,9 @@ def test_a_target_is_never_more_than_run_ahead_rows_before_who_takes_them(store,
 
     replace_transfers(monkeypatch, begin)
     rows = iter([(g, None) for g in range(9)])
-    thread = threading.Thread(target=serve_rows, args=(SendRows(place(store, 1), run_ahead), rows, Source()))
+    thread = threading.Thread(
+        target=serve_rows, args=(SendRows(place(store, 1), run_ahead), rows, TimedFeatures(Source(), CPU))
+    )
     thread.start()
     for done in range(9):
         until = time.monotonic() + 10
@@ -125,6 +123,34 @@ def test_a_target_is_never_more_than_run_ahead_rows_before_who_takes_them(store,
         allowed.release()
     thread.join(10)
     assert not thread.is_alive() and len(taken) == 9 and max(most) == run_ahead
+
+
+def test_the_rows_a_target_counts_are_those_its_gpu_has_ended(store, monkeypatch):
+    """Of a row that the GPU still has to do neither the row nor its seconds count."""
+    waited = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            waited.append(1)
+
+        def elapsed_time(self, other):
+            return 250.0
+
+    said = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(World, "publish", lambda world, key, value: said.append((value["rows"], value["compute"])))
+    replace_transfers(monkeypatch, lambda ops: [Taken()])
+    source = TimedFeatures(Source(), torch.device("cuda"))
+    source.row(None)
+    source.take()  # a held-out row, before
+    serve_rows(SendRows(place(store, 1), 2), ((g, None) for g in range(3)), source)
+    assert said == [(0, 0.0), (1, 0.25), (2, 0.5)] and len(waited) == 3
 
 
 def in_two(store, first, second, seconds: float = 60) -> None:
@@ -234,7 +260,8 @@ def test_a_row_is_sent_while_the_next_one_is_computed(store, monkeypatch):
         return EndsWith(begun, sent[-1])
 
     monkeypatch.setattr(transport, "_start", begin)
-    serve_rows(SendRows(place(store, 1, seconds=3), 2), ((g, g) for g in range(4)), Counted())  # else no answer in 3 s
+    source = TimedFeatures(Counted(), CPU)
+    serve_rows(SendRows(place(store, 1, seconds=3), 2), ((g, g) for g in range(4)), source)  # else no answer in 3 s
     assert begun == sent == [0, 1, 2, 3]
 
 

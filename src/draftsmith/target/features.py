@@ -40,12 +40,15 @@ class TimedFeatures:
         self.by_events = device.type == "cuda"
         self.events: list[tuple[Any, Any]] = []
         self.seconds = 0.0
+        self.ended = 0
+        """Rows whose seconds have been counted."""
 
     def row(self, row: PackedRow) -> Tensor:
         if not self.by_events:
             begin = time.monotonic()
             found = self.source.row(row)
             self.seconds += time.monotonic() - begin
+            self.ended += 1
             return found
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
@@ -54,11 +57,12 @@ class TimedFeatures:
         self.events.append((begun, done))
         return found
 
-    def take(self, *, finished: bool = False) -> float:
-        """Seconds since the last call.  On a GPU only after its work has been waited for, unless `finished`: then of
-        what has ended."""
-        while self.events and (not finished or self.events[0][1].query()):
+    def take(self, *, keep: int = 0) -> float:
+        """Seconds since the last call.  Waits for the GPU, but for the newest `keep` rows, which count next time."""
+        while len(self.events) > keep:
             begun, done = self.events.pop(0)
+            done.synchronize()
+            self.ended += 1
             self.seconds += begun.elapsed_time(done) / 1e3
         seconds, self.seconds = self.seconds, 0.0
         return seconds

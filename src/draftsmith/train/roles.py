@@ -150,8 +150,10 @@ class Clock:
         if said:
             new, whole = _since(self.said_before, said), _since(self.said_at_start, said)
             out["targets_waited"] = new["wait"] / max(new["seconds"], 1e-9)
-            # of all rows: what a target has sent and what its GPU has ended differ by a few
-            out["target_seconds_per_row"] = whole["compute"] / max(whole["rows"], 1)
+            if whole["rows"] < 1:  # all were ready before
+                whole = _since({}, said)
+            if whole["rows"] > 0 and whole["compute"] > 0:
+                out["target_seconds_per_row"] = whole["compute"] / whole["rows"]
             self.rows_served = new["rows"]
         self.said_before = said
         self.last |= out
@@ -167,7 +169,10 @@ class Clock:
     def advice(self, rows_per_step: int) -> str:
         waited = self.total.wait / max(self.total.wait + self.total.compute, 1e-9)
         per_row = self.total.compute / max(self.total.rows, 1)
-        return _advice(self.world, rows_per_step, self.last.get("target_seconds_per_row", per_row), per_row, waited)
+        target = self.last.get("target_seconds_per_row")
+        if target is None or per_row <= 0:  # too short a run to know
+            return f"drafters waited {waited:.0%} of the time"
+        return _advice(self.world, rows_per_step, target, per_row, waited)
 
 
 def _since(before: Mapping[int, Mapping[str, float]], now: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

@@ -102,7 +102,6 @@ class SendRows:
         buffer = features_TK.cpu() if self.world.staged else features_TK.contiguous()
         with reaching(self.world, f"{self.world.name(rank)} to take row {g}", stoppable=True):
             self.flying.append((_start(dist.isend, buffer, rank, g % TAGS), buffer, g))
-        self.times.rows += 1
 
     def drain(self, keep: int) -> None:
         begin = time.monotonic()
@@ -200,12 +199,14 @@ def receive_heldout(
 
 def serve_rows(sender: SendRows, rows: Iterator[tuple[int, PackedRow]], source: TimedFeatures) -> None:
     """Compute rows in order and hand them over, until all are taken.  Raises Stopped when the drafters stop before."""
-    world, times = sender.world, sender.times
+    world, times, before = sender.world, sender.times, source.ended
     for g, row in rows:
-        sender.send(g, source.row(row))
-        times.compute += source.take(finished=True)
+        features = source.row(row)
+        times.compute += source.take(keep=1)  # the GPU has this row to do meanwhile
+        times.rows = source.ended - before
         if source.by_events:  # the host waits for the GPU too
             times.wait = max(0.0, time.monotonic() - times.since - times.compute)
         with reaching(world, f"the store of {world.name(0)}", stoppable=True):
             world.publish(f"times/{world.rank}", times.summary())
+        sender.send(g, features)
     sender.drain(0)
