@@ -221,9 +221,7 @@ def main() -> None:
     for geometry, tokens in (("tiny", 256),) if args.tiny else RUNS:
         for placement, overrides in placements(len(cards)):
             key = f"{geometry}, T={tokens}, {placement}"
-            count = (
-                50 if geometry == "small" else steps if tokens < 8192 else max(1, (steps + 1) // 2)
-            )  # 50 for its losses
+            count = 50 if geometry == "small" else steps if tokens < 8192 else (steps + 1) // 2  # 50 for its losses
             there = found.get(key, {})
             # others of the geometry are held against it: as many rows a step
             if (not args.only or any(o in key for o in args.only)) and (
