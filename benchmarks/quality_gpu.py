@@ -37,7 +37,7 @@ from draftsmith.tracking import read_metrics
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
 ALONE, SEED = ", alone", ", seed "
-LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 240.0, 420.0, 150.0, 250.0
+LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 330.0, 450.0, 220.0, 250.0
 """Seconds an arm of 1,220 steps may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
 """Overrides with which other code is compiled."""
@@ -50,26 +50,41 @@ PART = 15 << 20
 SLOW = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
 REPEATED = re.compile(r"CUDA warning|coredump:")
 FEW = "train.anchors=512"
+BASE = ("drafter.num_features=5", "train.anchors=1024")
+"""What arms have where they do not say otherwise; the rest is the config's."""
+CHOSEN = "8 features, 2048 anchors"
+"""The arm that examples/smollm2-135m-gpu.yaml is."""
+PEER = "peer, its own recipe, 1024 anchors"
 ARMS: dict[str, list[str]] = {
     "base": [],
-    "peer, its own recipe": ["peer", "own", FEW],
-    "peer, its own recipe, 1024 anchors": ["peer", "own"],
-    "2048 anchors": ["train.anchors=2048"],
+    "four times the tokens": ["train.steps=4880", "train.accept_every=1220", "train.log_every=244"],
+    PEER: ["peer", "own"],
+    f"{PEER}{SEED}1": ["peer", "own", "train.seed=1"],
+    f"{PEER}{SEED}2": ["peer", "own", "train.seed=2"],
+    CHOSEN: ["drafter.num_features=8", "train.anchors=2048"],
     "8 features": ["drafter.num_features=8"],
-    "512 anchors": [FEW],
+    "2048 anchors": ["train.anchors=2048"],
+    "peer, its own recipe, 2048 anchors": ["peer", "own", "train.anchors=2048"],
+    "8 layers": ["drafter.num_layers=8"],
     "B = 8": ["drafter.block_size=8"],
-    "WSD": ["train.schedule=wsd"],
+    "3 features": ["drafter.num_features=3"],
+    f"base{SEED}1": ["train.seed=1"],
+    f"base{SEED}2": ["train.seed=2"],
+    f"8 features{SEED}1": ["drafter.num_features=8", "train.seed=1"],
+    f"8 features{SEED}2": ["drafter.num_features=8", "train.seed=2"],
+    f"{CHOSEN}{SEED}1": ["drafter.num_features=8", "train.anchors=2048", "train.seed=1"],
+    f"{CHOSEN}{SEED}2": ["drafter.num_features=8", "train.anchors=2048", "train.seed=2"],
     "FP8 drafter": ["train.fp8=drafter"],
+    "WSD": ["train.schedule=wsd"],
     "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
     "3 layers": ["drafter.num_layers=3"],
-    "3 features": ["drafter.num_features=3"],
-    "weight decay 0.1": ["train.weight_decay=0.1"],
-    "learning rate 6e-3": ["train.learning_rate=6e-3"],
     "peer, our recipe": ["peer", "ours"],
-    "8 layers": ["drafter.num_layers=8"],
-    "256 anchors": ["train.anchors=256"],
     "twice the tokens": ["train.steps=2440", "train.accept_every=1220", "train.log_every=122"],
-    "four times the tokens": ["train.steps=4880", "train.accept_every=1220", "train.log_every=244"],
+    "256 anchors": ["train.anchors=256"],
+    "learning rate 6e-3": ["train.learning_rate=6e-3"],
+    "weight decay 0.1": ["train.weight_decay=0.1"],
+    "peer, its own recipe": ["peer", "own", FEW],
+    "512 anchors": [FEW],
     "causal in the block, 512 anchors": [FEW, "drafter.layer_types=sliding", "drafter.sliding_window=2048"],
     "8 features, 512 anchors": [FEW, "drafter.num_features=8"],
     "8 layers, 512 anchors": [FEW, "drafter.num_layers=8"],
@@ -82,6 +97,12 @@ ARMS: dict[str, list[str]] = {
     "AdamW, decay, 512 anchors": [FEW, *SLOW, "loss.kind=decay"],
 }
 """The most telling first."""
+
+
+def from_base(fields: list[str]) -> list[str]:
+    """The settings of BASE, then those that are given; each once."""
+    settings = dict(f.split("=", 1) for f in (*BASE, *fields) if "=" in f)
+    return [*(f for f in fields if "=" not in f), *("=".join(f) for f in settings.items())]
 
 
 class Arm:
@@ -189,7 +210,7 @@ def run_arms(
     print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training", flush=True)
     waiting, running = [n for n in arms if "curve" not in found.get(n, {})], list[Arm]()
     compiled: set[str] = set()
-    longest = 60.0 if args.tiny else 90.0
+    needed = 60.0 if args.tiny else 90.0
     while waiting or running:
         for arm in running:
             if arm.compiled():
@@ -197,12 +218,12 @@ def run_arms(
         left = args.seconds - (time.monotonic() - begin)
         for name in list(waiting):
             fields = arms[name]
-            busy = {shape(arms[arm.name]) for arm in running} - compiled
+            busy = {shape(arms[arm.name]) for arm in running if not arm.peer} - compiled
             on = {gpu: sum(arm.gpu == gpu for arm in running) for gpu in args.gpus}
             gpu = min(on, key=lambda g: on[g])
-            if on[gpu] >= args.beside or shape(fields) in busy or (name.startswith("peer") and "peer" in busy):
+            if on[gpu] >= args.beside or shape(fields) in busy:
                 continue
-            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else longest) * longer(fields):
+            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else needed) * longer(fields):
                 continue
             running.append(Arm(name, fields, args, work, args.beside, gpu))
             waiting.remove(name)
@@ -219,7 +240,8 @@ def run_arms(
             elif result is not None:
                 running.remove(arm)
                 found[arm.name] = {"overrides": arms[arm.name], "commit": commit(), **result}
-                longest = max(longest, result.get("whole_s", 0.0) / longer(arm.fields) if not arm.peer else 0.0)
+                if not arm.peer and "whole_s" in result:  # later ones find more compiled than the first
+                    needed = result["whole_s"] / longer(arm.fields)
                 if (other := uncompiled(arm.name, found)) is not None:
                     arms.update(other)
                     waiting[:0] = [n for n in other if n not in waiting]
@@ -258,14 +280,16 @@ def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Best of ours against the best of the peer's recipes, by the mean of an arm's seeds: the luckiest of several would
-    say too much.  Seconds of a run that was alone on the GPU where there is one; none to the peer's value where the two had
-    not as many others beside them."""
+    """Best of ours against the best of the peer's recipes on the same data, by the mean of an arm's seeds: the luckiest of
+    several would say too much, so ours is one of three seeds where there are such.  Seconds of a run that was alone on the
+    GPU where there is one, beside those of the peer's best run with as many others beside it, which need not be its
+    best of all: ours has to reach the value of that one."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     final = {name: arm["curve"][-1] for name, arm in done.items()}
     equal = [
         n for n, arm in done.items()
-        if not n.endswith(ALONE) and SEED not in n and not any("train.steps" in f for f in arm["overrides"])
+        if not n.endswith(ALONE) and SEED not in n
+        and not any(f.startswith(("train.steps=", "data_dir=")) for f in arm["overrides"])
     ]  # fmt: skip
     ours, peers = ([n for n in equal if n.startswith("peer") == is_peer] for is_peer in (False, True))
 
@@ -279,13 +303,13 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     def point(name: str | None) -> dict[str, Any]:
         return final[name] if name else {}
 
-    one, other = best(ours), best(peers)
-    timed, their_timed = (f"{n}{ALONE}" if f"{n}{ALONE}" in done else n for n in (one, other))
-
-    def beside(name: str | None, key: str = "beside") -> int | None:
-        return done[name].get(key) if name else None
-
-    alike = timed and their_timed and all(beside(timed, k) == beside(their_timed, k) for k in ("beside", "gpus"))
+    one, other = best([n for n in ours if len(of_seeds(n)) >= 3] or ours), best(peers)
+    timed = f"{one}{ALONE}" if f"{one}{ALONE}" in done else one
+    alike = [
+        n for n in final
+        if timed and n.removesuffix(ALONE) in peers and all(done[n].get(k) == done[timed].get(k) for k in ("beside", "gpus"))
+    ]  # fmt: skip
+    their_timed = max(alike, key=lambda n: final[n]["accepted_length"]["pooled"], default=None)
     mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {
         "best": {"ours": one, "speculators": other},
@@ -297,9 +321,10 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             "speculators": {c: v["pooled"] for c, v in point(other).get("by_category", {}).items()},
         },
         "tokens": point(one).get("tokens"),
-        "arms_at_once": {"ours": beside(timed), "speculators": beside(their_timed)},
+        "timed": {"ours": timed, "speculators": their_timed},
+        "arms_at_once": done[timed]["beside"] if timed else None,
         "seconds": {"ours": point(timed).get("seconds"), "speculators": point(their_timed).get("seconds")},
-        "seconds_to_peer_final": seconds_to(done[timed]["curve"], theirs) if alike else None,
+        "seconds_to_peer_final": seconds_to(done[timed]["curve"], theirs) if their_timed else None,
     }  # fmt: skip
 
 
@@ -440,9 +465,11 @@ def main() -> None:
             before = json.loads((folder / f"{NAME}.json").read_text())
             found = before["arms"]
     added = {n.strip(): fields.split() for n, _, fields in (a.partition(":") for a in args.add)}
-    arms = {**added, **ARMS, **{n: a["overrides"] for n, a in found.items() if not n.endswith(ALONE)}}
+    arms = {n: from_base(fields) for n, fields in {**added, **ARMS}.items()}
+    arms |= {n: a["overrides"] for n, a in found.items() if not n.endswith(ALONE)}
     for n in args.seeds:
         arms = {**{f"{n}{SEED}{s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}, **arms}
+    named = dict(arms)
     for n in list(arms):
         if (other := uncompiled(n, found)) is not None:
             arms = {**other, **{m: f for m, f in arms.items() if m != n}}
@@ -451,12 +478,12 @@ def main() -> None:
         work.mkdir()
         keep = {k: v for k, v in before.items() if k in ("note", "serve", *served({}))}
         if serving:
-            out = serve(name, arms[name], args, work, found)
+            out = serve(name, named[name], args, work, found)
             keep = {"serve": out, **served(out)} if out else keep
         else:
             wanted = {n: f for n, f in arms.items() if not args.only or any(o in n for o in args.only)}
             if args.alone:
-                args.beside, wanted = 1, {f"{n}{ALONE}": arms[n] for n in args.alone}
+                args.beside, wanted = 1, {f"{n}{ALONE}": named[n] for n in args.alone}
             prepare(args)
             run_arms(wanted, args, work, found, keep)
         top = save(found, **keep)

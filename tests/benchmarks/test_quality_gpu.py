@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import quality_gpu as quality
+
+from draftsmith.config import load_config
 
 
 def point(step: int, seconds: float, pooled: float) -> dict:
@@ -41,19 +44,28 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     assert top["best"] == {"ours": "Muon", "speculators": "peer, our recipe"}
     assert top["accepted_length"] == {"ours": 2.5, "speculators": 2.0} and top["tokens"] == 200
     assert top["seconds"] == {"ours": 10.0, "speculators": 99.0} and top["seconds_to_peer_final"] == 7.5
-    assert top["arms_at_once"] == {"ours": 4, "speculators": 4}
+    assert top["arms_at_once"] == 4 and top["timed"] == {"ours": "Muon, alone", "speculators": "peer, our recipe"}
     found["Muon, alone"]["beside"] = 1
     assert quality.summary(found)["seconds_to_peer_final"] is None  # the peer was not
     found["peer, our recipe, alone"] = {**found["peer, our recipe"], "beside": 1}
     assert quality.summary(found)["seconds_to_peer_final"] == 7.5
+    found["peer, better"] = arm(
+        (2, 150.0, 2.25), overrides=("peer", "own")
+    )  # not timed: what ours has to reach all the same
+    assert quality.summary(found)["seconds_to_peer_final"] == 8.75
+    assert quality.summary(found)["timed"]["speculators"] == "peer, our recipe, alone"
+    del found["peer, better"]
     found["Muon, alone"]["gpus"] = 2
     assert quality.summary(found)["seconds_to_peer_final"] is None  # the host was shared by two
-    found["base, seed 1"] = arm((1, 40.0, 3.4))  # one lucky seed of an arm whose mean is 2.4
-    found["base, seed 2"] = arm((1, 40.0, 1.8))
+    found["base, seed 1"] = arm((1, 40.0, 3.2))  # one lucky seed of an arm whose mean is 2.6
     found["Muon, seed 1"] = arm((2, 40.0, 2.9))
     top = quality.summary(found)
     assert top["best"]["ours"] == "Muon" and top["accepted_length"]["ours"] == pytest.approx(2.7)
     assert top["accepted_length_of_seeds"] == {"ours": [2.5, 2.9], "speculators": [2.0]}
+    found["base, seed 2"] = arm((1, 40.0, 1.8))
+    found["lucky"] = arm((1, 40.0, 2.9))  # one seed, ahead of every mean
+    found["other data"] = arm((1, 40.0, 9.0), overrides=("data_dir=elsewhere",))
+    assert quality.summary(found)["best"]["ours"] == "base"  # the only one of three seeds
     assert quality.summary({})["seconds_to_peer_final"] is None
     assert "2.500 +- 0.100" in quality.line("Muon", found["Muon"]) and "no GPU" in quality.line("FP8", found["FP8"])
 
@@ -96,6 +108,20 @@ def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch
     quality.Arm("name", [quality.FEW, "train.seed=1"], args, tmp_path / "arms", 4, "1")
     assert "train.seed=1" in commands[-1] and quality.FEW not in commands.pop()
     assert [c[c.index("--attention") + 1] for c in commands[1:]] == ["flex", "sdpa"]
+
+
+def test_settings_of_an_arm_take_the_place_of_those_of_the_base_and_the_chosen_arm_is_the_example():
+    assert quality.from_base([]) == list(quality.BASE)
+    assert quality.from_base(["peer", "own", quality.FEW]) == [
+        "peer",
+        "own",
+        "drafter.num_features=5",
+        "train.anchors=512",
+    ]
+    root = Path(quality.__file__).parents[1]
+    example = root / "examples/smollm2-135m-gpu.yaml"
+    chosen = load_config(example, quality.from_base(quality.ARMS[quality.CHOSEN]))
+    assert chosen == load_config(example) and load_config(example, quality.from_base([])) != chosen
 
 
 def test_a_peer_that_failed_to_compile_is_taken_again_without():
