@@ -132,6 +132,33 @@ def test_a_peer_that_failed_to_compile_is_taken_again_without():
     assert quality.uncompiled("p", {"p": {**failed, "overrides": ["peer", "own", "sdpa"]}}) is None
 
 
+def test_a_name_whose_first_try_failed_can_be_run_alone(tmp_path, monkeypatch):
+    failed = {"overrides": ["peer", "own"], "failed": "exit code -6", "said": ""}
+    (tmp_path / "quality_smollm2.json").write_text(json.dumps({"arms": {quality.PEER: failed}}))
+    wanted, names = {}, []
+    monkeypatch.setattr(quality, "STORED", tmp_path / "nowhere")
+    monkeypatch.setattr(quality, "RESULTS", tmp_path)
+    monkeypatch.setattr("_common.RESULTS", tmp_path)
+    monkeypatch.setattr(quality, "gpus", lambda: ["0"])
+    monkeypatch.setattr(quality, "prepare", lambda args: None)
+    monkeypatch.setattr(quality, "run_arms", lambda arms, *rest: wanted.update(arms))
+    monkeypatch.setattr(quality, "serve", lambda name, fields, *rest: names.append((name, fields)) or {})
+    monkeypatch.setattr("sys.argv", ["quality_gpu.py", "c.yaml", "--alone", quality.PEER])
+    quality.main()
+    assert wanted == {f"{quality.PEER}, alone": ["peer", "own"]}
+    monkeypatch.setattr("sys.argv", ["quality_gpu.py", "serve", quality.CHOSEN, "c.yaml"])
+    quality.main()
+    assert names == [(quality.CHOSEN, quality.ARMS[quality.CHOSEN])]
+    monkeypatch.setattr(
+        "sys.argv",
+        ["quality_gpu.py", "c.yaml", "--only", "1024 anchors", "--add", "mine: train.seed=3", "--only", "mine"],
+    )
+    wanted.clear()
+    quality.main()
+    assert wanted["mine"] == [*quality.BASE, "train.seed=3"]
+    assert quality.PEER not in wanted and f"{quality.PEER}, SDPA" in wanted
+
+
 def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it():
     warnings = "".join(f"[W1130 05:18:43.{i}] Warning: CUDA warning: unspecified launch failure\n" for i in range(500))
     frames = "".join(
