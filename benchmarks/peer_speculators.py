@@ -32,6 +32,7 @@ from draftsmith import env
 from draftsmith.config import Config, load_config
 from draftsmith.data.store import Store
 from draftsmith.drafter.model import DFlashDrafter
+from draftsmith.export import write_folder
 from draftsmith.records import DrafterSpec, PackedRow
 
 WINDOW = 2048
@@ -134,9 +135,10 @@ def schedule(optimizer: torch.optim.Optimizer, settings: SimpleNamespace, steps:
     return get_cosine_schedule_with_warmup(optimizer, warmup, steps, settings.num_cycles)
 
 
-def run(config: Config, name: str, attention: str, limit_s: float) -> dict[str, Any]:
+def run(config: Config, name: str, attention: str, limit_s: float, folder: Path | None = None) -> dict[str, Any]:
     """Train and measure at every `train.accept_every` steps.  Seconds are of training alone, without the first step,
-    in which it compiles.  Raises TimeoutError if the steps would not end within `limit_s`."""
+    in which it compiles.  folder: where its weights go at the end, as `draftsmith export` would write ours.
+    Raises TimeoutError if the steps would not end within `limit_s`."""
     from speculators.models.dflash import DFlashDraftModel
     from speculators.train.optimizers import build_optimizers
 
@@ -204,6 +206,8 @@ def run(config: Config, name: str, attention: str, limit_s: float) -> dict[str, 
             sums = []
             curve.append({"step": done, "tokens": tokens, "seconds": seconds, "loss": mean, **kept(result)})
             print(f"step {done}: accepted length {result['accepted_length']['pooled']:.3f} (pooled)", flush=True)
+    if folder is not None:
+        write_folder(convert(model, spec), folder, config.target.model)
     return {
         "recipe": {**vars(settings), **loss, "layer_types": kind, "attention": attention, "anchors": train.anchors},
         "first_step_s": first_step, "whole_s": time.monotonic() - begin, "curve": curve,
@@ -225,6 +229,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=("own", "ours"), required=True)
     parser.add_argument("--attention", choices=("flex", "sdpa"), default="flex")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds")
+    parser.add_argument("--export", type=Path, help="folder for its drafter, which must not exist")
     parser.add_argument("--out", type=Path, required=True)
     args, rest = parser.parse_known_args()
     env.prepare()
@@ -233,7 +238,7 @@ def main() -> None:
     config = load_config(args.config, [*args.overrides, *rest])
     if config.compile.cache_dir is not None:
         env.compile_cache(config.compile.cache_dir / "peer")
-    args.out.write_text(json.dumps(run(config, args.recipe, args.attention, args.limit)))
+    args.out.write_text(json.dumps(run(config, args.recipe, args.attention, args.limit, args.export)))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ from draftsmith.tracking import read_metrics
 NAME = "quality_smollm2"
 STORED = Path(__file__).parent / "results"
 ALONE, SEED = ", alone", ", seed "
+STEPS = 1220
+"""Of an arm that says nothing else."""
 LIMIT, PEER_LIMIT, PEER_COMPILE, PEER_NEEDS = 330.0, 450.0, 220.0, 250.0
 """Seconds an arm of 1,220 steps may take, start and compilation included; the peer; until its first step is done; left to begin it."""
 SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
@@ -109,9 +111,12 @@ class Arm:
     """One training run in a process of its own."""
 
     def __init__(
-        self, name: str, fields: list[str], args: argparse.Namespace, work: Path, share: int, gpu: str
-    ) -> None:
-        self.name, self.begun, self.share, self.gpu, self.gpus = name, time.monotonic(), share, gpu, len(args.gpus)
+        self, name: str, fields: list[str], args: argparse.Namespace, work: Path, share: int, gpu: str,
+        export: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.begun, self.gpu, self.gpus = name, time.monotonic(), gpu, len(args.gpus) + args.others
+        self.beside = 1
+        """The most arms that were on its GPU at once while it ran, itself counted."""
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.fields, self.peer, self.out = fields, fields[:1] == ["peer"], self.folder / "peer.json"
@@ -125,7 +130,8 @@ class Arm:
         if self.peer:
             attention = "sdpa" if args.tiny or "sdpa" in fields else "flex"
             command = [str(Path(__file__).with_name("peer_speculators.py")), *common, "--recipe", fields[1],
-                       "--attention", attention, "--limit", str(PEER_LIMIT), "--out", str(self.out)]  # fmt: skip
+                       "--attention", attention, "--limit", str(PEER_LIMIT), "--out", str(self.out),
+                       *(["--export", str(self.exported)] if export else [])]  # fmt: skip
         else:
             command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm"]
         self.log = self.folder / "log"
@@ -158,7 +164,12 @@ class Arm:
             why = f"exit code {code}" if code is not None else f"longer than {self.limit:.0f} s"
             return {"failed": why, "said": told(self.log.read_text())}
         found = json.loads(self.out.read_text()) if self.peer else read_run(self.run)
-        return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.share, "gpus": self.gpus}
+        return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.beside, "gpus": self.gpus}
+
+    @property
+    def exported(self) -> Path:
+        """Where a peer's drafter goes, if asked for."""
+        return self.folder / "exported"
 
     @property
     def run(self) -> Path:
@@ -168,12 +179,13 @@ class Arm:
 def longer(fields: list[str]) -> float:
     """How many times as long as the others an arm trains; 1 for shorter ones."""
     steps = [int(f.partition("=")[2]) for f in fields if f.startswith("train.steps=")]
-    return max(1.0, steps[-1] / 1220) if steps else 1.0
+    return max(1.0, steps[-1] / STEPS) if steps else 1.0
 
 
 def told(log: str) -> str:
-    """The end of a log, lines that differ in numbers only once: a lost GPU says the same of every event, and of a dump
-    every processor and percent."""
+    """The end of a log, of paths the last two parts, lines that differ in numbers only once: a lost GPU says the same of
+    every event, and of a dump every processor and percent."""
+    log = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+/[\w.+-]+)", r"\1", log)
     lines: dict[str, str] = {}
     for number, line in enumerate(log.splitlines()):
         lines.setdefault(re.sub(r"\d+", "", line) if REPEATED.search(line) else str(number), line)
@@ -208,9 +220,12 @@ def run_arms(
     writes it, with `keep`."""
     begin = time.monotonic()
     print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training", flush=True)
-    waiting, running = [n for n in arms if "curve" not in found.get(n, {})], list[Arm]()
-    compiled: set[str] = set()
-    needed = 60.0 if args.tiny else 90.0
+    lost = [n for n, arm in found.items() if "failed" in arm and "sdpa" in arm["overrides"]]  # nothing else to try
+    waiting = [n for n in arms if "curve" not in found.get(n, {}) and n not in lost]
+    running, compiled = list[Arm](), set[str]()
+    took: dict[str, float] = {}
+    """Seconds of the last arm of each shape that trained no longer than usual; later ones find more compiled."""
+    usual = 60.0 if args.tiny else 90.0
     while waiting or running:
         for arm in running:
             if arm.compiled():
@@ -223,12 +238,19 @@ def run_arms(
             gpu = min(on, key=lambda g: on[g])
             if on[gpu] >= args.beside or shape(fields) in busy:
                 continue
-            if left < (PEER_NEEDS if fields[:1] == ["peer"] and not args.tiny else needed) * longer(fields):
+            needed = (
+                PEER_NEEDS
+                if fields[:1] == ["peer"] and not args.tiny
+                else max([usual, *(t for s, t in took.items() if "peer" not in s)])
+            )
+            if left < took.get(shape(fields), needed) * longer(fields):
                 continue
             running.append(Arm(name, fields, args, work, args.beside, gpu))
             waiting.remove(name)
         if not running:  # what waits needs more time than there is
             break
+        for arm in running:
+            arm.beside = max(arm.beside, sum(other.gpu == arm.gpu for other in running))
         time.sleep(0.5)
         for arm in list(running):
             result = arm.found()
@@ -240,8 +262,8 @@ def run_arms(
             elif result is not None:
                 running.remove(arm)
                 found[arm.name] = {"overrides": arms[arm.name], "commit": commit(), **result}
-                if not arm.peer and "whole_s" in result:  # later ones find more compiled than the first
-                    needed = result["whole_s"] / longer(arm.fields)
+                if "curve" in result and longer(arm.fields) == 1:
+                    took[shape(arm.fields)] = result["whole_s"]
                 if (other := uncompiled(arm.name, found)) is not None:
                     arms.update(other)
                     waiting[:0] = [n for n in other if n not in waiting]
@@ -254,13 +276,13 @@ def run_arms(
 def uncompiled(name: str, found: dict[str, Any]) -> dict[str, list[str]] | None:
     """The peer's arm that takes the place of one that failed: with attention that needs no compilation."""
     fields = found.get(name, {}).get("overrides", [])
-    if "failed" not in found.get(name, {}) or fields[:1] != ["peer"] or "sdpa" in fields:
+    if "failed" not in found.get(name, {}) or fields[:1] != ["peer"] or "sdpa" in fields or name.endswith(ALONE):
         return None
     return {f"{name}, SDPA": [*fields, "sdpa"]}
 
 
 def shape(fields: list[str]) -> str:
-    return "peer" if fields[:1] == ["peer"] else " ".join(sorted(f for f in fields if f.startswith(SHAPES)))
+    return " ".join(sorted(f for f in fields if f in ("peer", "sdpa") or f.startswith(SHAPES)))
 
 
 def save(found: dict[str, Any], **more: Any) -> Path:
@@ -294,8 +316,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     ours, peers = ([n for n in equal if n.startswith("peer") == is_peer] for is_peer in (False, True))
 
     def of_seeds(name: str | None) -> list[float]:
-        seeds = [n for n in final if name and (n == name or n.startswith(f"{name}{SEED}")) and not n.endswith(ALONE)]
-        return [final[n]["accepted_length"]["pooled"] for n in seeds]
+        return [final[n]["accepted_length"]["pooled"] for n in final if name and is_seed(n, name)]
 
     def best(names: list[str]) -> str | None:
         return max(names, key=lambda n: statistics.mean(of_seeds(n)), default=None)
@@ -328,14 +349,26 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def is_seed(name: str, of: str) -> bool:
+    return (name == of or name.startswith(f"{of}{SEED}")) and not name.endswith(ALONE)
+
+
 def tables(found: dict[str, Any]) -> list[str]:
-    """What docs/quality.md shows of the arms, as Markdown: by arm, the best first, then by category."""
+    """What docs/quality.md shows of the arms, as Markdown: those of several seeds, by arm, the best first, by category, and
+    the curves that were measured often."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     last = {name: arm["curve"][-1] for name, arm in done.items()}
     order = sorted(done, key=lambda n: -last[n]["accepted_length"]["pooled"])
+    rows = ["| arm | mean | standard deviation | seeds |", "|---" * 4 + "|"]
+    of_seeds = {n: [last[m]["accepted_length"]["pooled"] for m in done if is_seed(m, n)] for n in order}
+    for name, values in of_seeds.items():
+        if len(values) > 1:
+            mean, deviation = statistics.mean(values), statistics.stdev(values)
+            rows.append(f"| {name} | {mean:.3f} | {deviation:.3f} | {', '.join(f'{v:.3f}' for v in values)} |")
     slots = (1, 2, 3, 5, 7)
-    rows = [
-        f"| arm | accepted length | {' | '.join(f'slot {k}' for k in slots)} | training, s (arms at once on a GPU) | M tokens |",
+    rows += [
+        "",
+        f"| arm | accepted length | {' | '.join(f'slot {k}' for k in slots)} | training, s (arms at once on a GPU, at most) | M tokens |",
         "|---" * (len(slots) + 4) + "|",
     ]
     for name in order:
@@ -347,6 +380,11 @@ def tables(found: dict[str, Any]) -> list[str]:
             f"| {name} | {point['accepted_length']['pooled']:.3f} +- {point['spread']['all']:.3f} | {by_slot} | "
             f"{point['seconds']:.0f} ({arm['beside']}) | {point['tokens'] / 1e6:.2f} |"
         )
+    often = [n for n in order if len(done[n]["curve"]) >= 4 and (n.endswith(ALONE) or longer(done[n]["overrides"]) > 1)]
+    rows += ["", "| arm | accepted length after so many M tokens |", "|---|---|"]
+    for name in often:
+        points = (f"{p['tokens'] / 1e6:.1f}: {p['accepted_length']['pooled']:.2f}" for p in done[name]["curve"])
+        rows.append(f"| {name} | {', '.join(points)} |")
     categories = sorted({c for point in last.values() for c in point["by_category"]})
     rows += ["", f"| arm | {' | '.join(categories)} |", "|---" * (len(categories) + 1) + "|"]
     for name in order:
@@ -368,17 +406,24 @@ def line(name: str, arm: dict[str, Any]) -> str:
     )
 
 
-def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Train the arm alone; then the serving loop at batch 1 with what it trained, and the replay of the same prompts."""
-    often = [] if args.tiny else ["train.accept_every=122"]
-    arm = Arm(name, [*fields, *often], args, work, 1, args.gpus[0])
+def serve(
+    name: str, fields: list[str], args: argparse.Namespace, work: Path, found: dict[str, Any], keep: dict[str, Any]
+) -> dict[str, Any]:
+    """Train the arm alone; then the serving loop at batch 1 with its exported folder, and the replay of the same prompts."""
+    steps = int(STEPS * longer(fields))
+    fields = [*fields, *([] if args.tiny else [f"train.accept_every={steps // 10}"])]
+    arm = Arm(name, fields, args, work, 1, args.gpus[0], export=True)
     while (result := arm.found()) is None:
         time.sleep(0.5)
     found[f"{name}{ALONE}"] = {"overrides": fields, "commit": commit(), **result}
     print(line(f"{name}{ALONE}", found[f"{name}{ALONE}"]), flush=True)
     if "failed" in result:
         return {}
-    (drafter,) = (arm.run / "checkpoints").iterdir()
+    drafter = arm.exported
+    if not arm.peer:
+        (trained,) = (arm.run / "checkpoints").iterdir()
+        export_folder(trained, drafter, "SmolLM2-135M-Instruct")
+    settings_of = [f for f in fields if "=" in f]
     out: dict[str, Any] = {"drafter": name}
     graphs = "true"
     wide, narrow = "target.dtype=float32", "target.dtype=bfloat16"
@@ -392,7 +437,7 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
         for key, settings in together.items():
             folder = arm.folder / key
             command = [
-                sys.executable, "-m", "draftsmith.cli", "evaluate", str(args.config), *args.fields, *fields,
+                sys.executable, "-m", "draftsmith.cli", "evaluate", str(args.config), *args.fields, *settings_of,
                 "evaluate.replay=false", f"evaluate.prompts={args.prompts}", f"evaluate.drafter={drafter}",
                 f"evaluate.output={folder}", f"evaluate.graphs={graphs}", *settings,
             ]  # fmt: skip
@@ -407,20 +452,29 @@ def serve(name: str, fields: list[str], args: argparse.Namespace, work: Path, fo
                 out[key] = json.loads(files[0].read_text())["results"][0]
                 del out[key]["rounds"]
                 out[key] |= {"graphs": graphs, "beside": len(together)}
+                if len(together) > 1:
+                    for contended in ("wall_speedup", "seconds"):
+                        out[key].pop(contended, None)
             else:
                 out[key] = {"failed": f"exit code {process.returncode}", "said": said[-1500:], "graphs": graphs}
                 failed = failed or "replayed" not in key
             shown = {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}
             print(key, process.returncode, shown, flush=True)
-            save(found, serve=out, **served(out))
+            save(found, **(keep | served_by(out)))
         graphs = "false" if failed else graphs
     if args.keep:
-        folder = export_folder(drafter, arm.folder / "export", "SmolLM2-135M-Instruct")
-        (RESULTS / f"{NAME}.drafter.json").write_text((folder / "config.json").read_text())
-        weights = (folder / "model.safetensors").read_bytes()
+        (RESULTS / f"{NAME}.drafter.json").write_text((drafter / "config.json").read_text())
+        weights = (drafter / "model.safetensors").read_bytes()
         for number, start in enumerate(range(0, len(weights), PART)):
             (RESULTS / f"{NAME}.drafter.{number}").write_bytes(weights[start : start + PART])
     return out
+
+
+def served_by(out: dict[str, Any]) -> dict[str, Any]:
+    """What a call of `serve` adds to the file: the peer's beside ours; of ours what `served` takes stands at the top too."""
+    if out.get("drafter", "").startswith("peer"):
+        return {"serve_speculators": out, "served_speculators": served(out)}
+    return {"serve": out, **served(out)} if out else {}
 
 
 def served(out: dict[str, Any]) -> dict[str, Any]:
@@ -437,11 +491,16 @@ def served(out: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+KEPT = ("note", "lost", "serve", "serve_speculators", "served_speculators", *served({}))
+"""What stands beside the arms and their summary."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="+", metavar="[serve NAME] CONFIG a.b=c")
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--beside", type=int, default=4, help="arms at once on a GPU")
+    parser.add_argument("--others", type=int, default=0, help="GPUs of this host that other calls use meanwhile")
     parser.add_argument("--only", action="append", default=[], help="names that contain this")
     parser.add_argument("--add", action="append", default=[], help="another arm")
     parser.add_argument("--seeds", action="append", default=[], help="two more seeds of this arm")
@@ -465,6 +524,10 @@ def main() -> None:
             before = json.loads((folder / f"{NAME}.json").read_text())
             found = before["arms"]
     added = {n.strip(): fields.split() for n, _, fields in (a.partition(":") for a in args.add)}
+    for n, fields in added.items():
+        known = found[n]["overrides"] if n in found else from_base(ARMS[n]) if n in ARMS else None
+        if known not in (None, from_base(fields)):
+            parser.error(f"--add {n!r}: there is such an arm, with {' '.join(known or [])}: choose another name")
     arms = {n: from_base(fields) for n, fields in {**added, **ARMS}.items()}
     arms |= {n: a["overrides"] for n, a in found.items() if not n.endswith(ALONE)}
     for n in args.seeds:
@@ -476,10 +539,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "arms"
         work.mkdir()
-        keep = {k: v for k, v in before.items() if k in ("note", "serve", *served({}))}
+        keep = {k: v for k, v in before.items() if k in KEPT}
         if serving:
-            out = serve(name, named[name], args, work, found)
-            keep = {"serve": out, **served(out)} if out else keep
+            keep |= served_by(serve(name, named[name], args, work, found, keep))
         else:
             wanted = {n: f for n, f in arms.items() if not args.only or any(o in n for o in args.only)}
             if args.alone:

@@ -185,10 +185,15 @@ def export(config: Config, run: RunDir | None = None) -> Path:
 
 
 def export_folder(source: Path, output: Path, target_name: str) -> Path:
-    """Write the folder, reload it, compare, and only then give it its name."""
+    """A checkpoint's drafter as a folder."""
     if output.exists():
         raise InputError(f"{output} exists: set export.output to another folder")
-    drafter = read_drafter(source).to(torch.bfloat16)
+    return write_folder(read_drafter(source), output, target_name)
+
+
+def write_folder(drafter: DFlashDrafter, output: Path, target_name: str) -> Path:
+    """Write the folder, in bfloat16, reload it, compare, and only then give it its name."""
+    drafter = drafter.to(torch.bfloat16)
     with folder_written_whole(output) as folder:
         weights = {k: v.contiguous() for k, v in drafter.state_dict().items()}
         write_tensors(folder / "model.safetensors", weights, {"format": "pt"})

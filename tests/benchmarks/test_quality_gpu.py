@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,11 @@ def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch
         lambda command, **more: commands.append(command) or cards.append(more["env"]["CUDA_VISIBLE_DEVICES"]),
     )
     (tmp_path / "arms").mkdir()
-    args = argparse.Namespace(config="c.yaml", fields=["train.seed=0"], tiny=False, cache=None, gpus=["0", "1"])
+    args = argparse.Namespace(
+        config="c.yaml", fields=["train.seed=0"], tiny=False, cache=None, gpus=["0", "1"], others=1
+    )
     for fields in (["train.seed=1"], ["peer", "ours", "train.seed=1"], ["peer", "own", "train.seed=1", "sdpa"]):
-        quality.Arm("name", fields, args, tmp_path / "arms", 4, "1")
+        assert quality.Arm("name", fields, args, tmp_path / "arms", 4, "1").gpus == 3
     assert cards == ["1"] * 3
     for command in commands:
         seeds = [a for a in command if a.startswith("train.seed")]
@@ -108,6 +111,8 @@ def test_every_arm_trains_with_its_overrides_the_peers_too(tmp_path, monkeypatch
     quality.Arm("name", [quality.FEW, "train.seed=1"], args, tmp_path / "arms", 4, "1")
     assert "train.seed=1" in commands[-1] and quality.FEW not in commands.pop()
     assert [c[c.index("--attention") + 1] for c in commands[1:]] == ["flex", "sdpa"]
+    served = quality.Arm("name", ["peer", "own"], args, tmp_path / "arms", 1, "1", export=True)
+    assert commands[-1][-2:] == ["--export", str(served.exported)] and "--export" not in commands[-2]
 
 
 def test_settings_of_an_arm_take_the_place_of_those_of_the_base_and_the_chosen_arm_is_the_example():
@@ -156,6 +161,9 @@ def test_a_name_whose_first_try_failed_can_be_run_alone(tmp_path, monkeypatch):
     wanted.clear()
     quality.main()
     assert wanted["mine"] == [*quality.BASE, "train.seed=3"]
+    monkeypatch.setattr("sys.argv", ["quality_gpu.py", "c.yaml", "--add", "base: train.seed=3"])
+    with pytest.raises(SystemExit):
+        quality.main()
     assert quality.PEER not in wanted and f"{quality.PEER}, SDPA" in wanted
 
 
@@ -169,51 +177,81 @@ def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it(
     )
     said = quality.told(f"step 1\nTraceback\n{frames}RuntimeError: the cause\n" + warnings + dump)
     assert said.count("CUDA warning") == 1 and said.count("File") == 3 and said.count("g()") == 3
+    assert "runtime/module.py" in said and "very" not in said
     assert said.index("step 1") < said.index("Traceback") < said.index("the cause") < said.index("CUDA warning")
 
 
-def test_arms_are_spread_over_the_gpus_and_no_gpu_has_more_than_asked(tmp_path, monkeypatch):
-    running, most = [], []
+class Known(quality.Arm):
+    """Ends when it has been asked `rounds` times."""
 
-    class Slow(quality.Arm):
-        def __init__(self, name, fields, args, work, share, gpu):
-            self.name, self.fields, self.peer, self.gpu, self.asked = name, fields, False, gpu, 0
-            running.append(gpu)
-            most.append((running.count("0"), running.count("3")))
+    rounds, begun = 1, list["Known"]()
 
-        def found(self):
-            self.asked += 1
-            if self.asked == 1:
-                return None
-            running.remove(self.gpu)
-            return {"failed": "soon", "said": ""}
+    def __init__(self, name, fields, args, work, share, gpu):
+        self.name, self.fields, self.gpu, self.gpus, self.beside, self.asked = name, fields, gpu, len(args.gpus), 1, 0
+        self.peer = fields[:1] == ["peer"]
+        self.begun.append(self)
 
-        compiled = lambda self: True
+    def found(self):
+        self.asked += 1
+        if self.asked <= self.rounds:
+            return None
+        return {**arm((1, 1.0, 2.0)), "whole_s": self.whole, "beside": self.beside}
 
-    monkeypatch.setattr(quality, "Arm", Slow)
+    whole = 9.0
+    compiled = lambda self: True
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(quality, "Arm", Known)
+    monkeypatch.setattr(Known, "begun", [])
     monkeypatch.setattr(quality, "save", lambda *a, **k: None)
     monkeypatch.setattr(quality.time, "sleep", lambda s: None)
-    args = argparse.Namespace(seconds=100.0, beside=2, tiny=False, gpus=["0", "3"])
-    found = {}
-    quality.run_arms({f"{n} layers": [f"drafter.num_layers={n}"] for n in range(5)}, args, tmp_path, found, {})
-    assert most == [(1, 0), (1, 1), (2, 1), (2, 2), (1, 0)] and len(found) == 5
+    return Known
 
 
-def test_an_arm_that_trains_longer_is_begun_only_with_as_much_more_time(tmp_path, monkeypatch):
-    begun = []
+def batch(**settings) -> argparse.Namespace:
+    return argparse.Namespace(**{"seconds": 100.0, "beside": 4, "tiny": False, "gpus": ["0"], **settings})
 
-    class Short(quality.Arm):
-        def __init__(self, name, fields, args, work, share, gpu):
-            self.name, self.fields, self.peer, self.gpu = name, fields, False, gpu
-            begun.append(name)
 
-        compiled = found = lambda self: {"failed": "at once", "said": ""}
+def test_arms_are_spread_over_the_gpus_and_no_gpu_has_more_than_asked(tmp_path, known):
+    arms, found = {f"{n} layers": [f"drafter.num_layers={n}"] for n in range(5)}, {}
+    quality.run_arms(arms, batch(beside=2, gpus=["0", "3"]), tmp_path, found, {})
+    assert [a.gpu for a in known.begun] == ["0", "3", "0", "3", "0"]
+    assert [found[n]["beside"] for n in arms] == [2, 2, 2, 2, 1]  # the fifth began when the first four had ended
 
-    monkeypatch.setattr(quality, "Arm", Short)
-    monkeypatch.setattr(quality, "save", lambda *a, **k: None)
-    args = argparse.Namespace(seconds=100.0, beside=4, tiny=False, gpus=["0"])
-    quality.run_arms({"long": ["train.steps=4880"], "base": []}, args, tmp_path, {}, {})
-    assert begun == ["base"]
+
+def test_an_arm_is_begun_only_while_there_is_time_for_its_shape_and_steps(tmp_path, known, monkeypatch):
+    monkeypatch.setattr(known, "whole", 150.0)  # it says so; the clock has hardly moved
+    quality.run_arms({"long": ["train.steps=4880"], "base": []}, batch(), tmp_path, {}, {})
+    assert [a.name for a in known.begun] == ["base"]
+    known.begun.clear()
+    arms = {"base": [], "seed 1": ["train.seed=1"], "wide": ["drafter.num_features=8"], "peer": ["peer", "own"]}
+    quality.run_arms(arms, batch(beside=1, seconds=120.0), tmp_path, {}, {})
+    assert [a.name for a in known.begun] == ["base"]
+    known.begun.clear()
+    quality.run_arms(arms, batch(beside=1, seconds=200.0), tmp_path, {}, {})
+    assert [a.name for a in known.begun] == ["base", "seed 1", "wide"]  # a peer is first reckoned with 250 s
+
+
+def test_a_peer_that_failed_uncompiled_is_not_tried_again_and_peers_do_not_wait_for_one_another(
+    tmp_path, known, monkeypatch
+):
+    monkeypatch.setattr(known, "compiled", lambda self: False)
+    failed = {"overrides": ["peer", "own", "sdpa"], "failed": "exit code -6", "said": ""}
+    arms = {"peer a": ["peer", "own"], "peer b": ["peer", "ours"], "p, SDPA": failed["overrides"]}
+    found = {"p, SDPA": failed}
+    quality.run_arms(arms, batch(seconds=300.0), tmp_path, found, {})
+    assert [a.name for a in known.begun] == ["peer a", "peer b"] and found["peer a"]["beside"] == 2
+
+
+def test_of_ours_one_of_a_shape_compiles_first(tmp_path, known, monkeypatch):
+    order = []
+    monkeypatch.setattr(known, "compiled", lambda self: order.append(len(self.begun)) or len(order) > 2)
+    quality.run_arms(
+        {"base": [], "seed 1": ["train.seed=1"], "wide": ["drafter.num_layers=8"]}, batch(), tmp_path, {}, {}
+    )
+    assert [a.name for a in known.begun][:2] == ["base", "wide"]
 
 
 def test_the_document_has_the_tables_of_the_results():
@@ -224,4 +262,76 @@ def test_the_document_has_the_tables_of_the_results():
 
 def test_tables_are_of_arms_that_ended_the_best_first():
     rows = quality.tables({"a": arm((1, 9.0, 2.0)), "b": arm((1, 8.0, 2.5)), "c": {"failed": "1", "said": ""}})
-    assert [r.split(" | ")[0] for r in rows if r.startswith(("| a", "| b", "| c"))] == ["| arm", "| b", "| a"] * 2
+    assert [r.split(" | ")[0] for r in rows if r.startswith(("| a", "| b", "| c"))] == [
+        "| arm", "| arm", "| b", "| a", "| arm", "| arm", "| b", "| a",
+    ]  # fmt: skip
+    rows = quality.tables(
+        {"a": arm((1, 9.0, 2.0)), "a, seed 1": arm((1, 9.0, 2.2)), "a, seed 1, alone": arm((1, 9.0, 9.0))}
+    )
+    assert "| a | 2.100 | 0.141 | 2.000, 2.200 |" in rows
+    curve = [(i, 1.0 * i, 2.0 + i) for i in range(4)]
+    rows = quality.tables({"a, alone": arm(*curve), "b": arm(*curve)})
+    assert "| a, alone | 0.0: 2.00, 0.0: 3.00, 0.0: 4.00, 0.0: 5.00 |" in rows
+    assert not any(r.startswith("| b | 0.0") for r in rows)
+
+
+def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machine():
+    text = (quality.STORED / f"{quality.NAME}.json").read_text()
+    stored = json.loads(text)
+    top = {**quality.summary(stored["arms"]), **quality.served(stored["serve"])}
+    assert {k: stored[k] for k in top} == top
+    assert not re.search(r"/(root|opt|usr|home|tmp|work)/", text)
+    readme = (quality.STORED.parents[1] / "README.md").read_text()
+    assert f"| {top['accepted_length']['ours']:.2f} (" in readme
+    assert f"| {top['accepted_length']['speculators']:.2f} (" in readme
+    assert (
+        f"{top['seconds']['ours']:.0f} s; at {top['accepted_length']['speculators']:.2f} after {top['seconds_to_peer_final']:.0f} s"
+        in readme
+    )
+    assert (
+        f"{top['wall_speedup']:.2f} times as fast as plain decoding at T = 0 and {top['wall_speedup_at_1']:.2f} times"
+        in readme
+    )
+
+
+def test_serving_takes_the_exported_folder_of_ours_and_of_a_peer(tmp_path, monkeypatch):
+    commands = []
+
+    class Evaluation:
+        returncode = 0
+
+        def __init__(self, command, **more):
+            commands.append(command)
+            out = Path(next(c for c in command if c.startswith("evaluate.output=")).partition("=")[2])
+            out.mkdir()
+            lossless = None if "evaluate.temperature=1" in command else True
+            result = {"rounds": [], "wall_speedup": 1.5, "seconds": {}, "passes_speedup": 2.0, "lossless": lossless}
+            (out / "x.json").write_text(json.dumps({"results": [result]}))
+
+        wait = lambda self: 0
+
+    class Trained(Known):
+        rounds = 0
+
+        def __init__(self, *given, export=False):
+            super().__init__(*given)
+            assert export
+            self.folder = tmp_path / self.name
+            (self.folder / "arm" / "attempt_1" / "checkpoints" / "step_9").mkdir(parents=True)
+
+    exported, saved = [], []
+    monkeypatch.setattr(quality, "Arm", Trained)
+    monkeypatch.setattr(quality.subprocess, "Popen", Evaluation)
+    monkeypatch.setattr(quality, "export_folder", lambda source, folder, name: exported.append((source.name, folder)))
+    monkeypatch.setattr(quality, "save", lambda found, **more: saved.append(more))
+    monkeypatch.setattr(quality, "commit", lambda: "c")
+    args = batch(config="c.yaml", fields=[], prompts=3, keep=False)
+    for name, fields in (("mine", ["train.seed=1"]), ("peer x", ["peer", "own", "train.seed=1"])):
+        out = quality.serve(name, fields, args, tmp_path, {}, {"note": "n"})
+        assert out["bfloat16, T=0"]["wall_speedup"] == 1.5 and "wall_speedup" not in out["float32, T=0"]
+        drafter = tmp_path / name / "exported"
+        assert all(f"evaluate.drafter={drafter}" in c and "peer" not in c for c in commands) and len(commands) == 4
+        commands.clear()
+    assert exported == [("step_9", tmp_path / "mine" / "exported")]
+    assert saved[3]["serve"]["drafter"] == "mine" and saved[3]["wall_speedup"] == 1.5 and saved[3]["note"] == "n"
+    assert "serve" not in saved[-1] and saved[-1]["served_speculators"]["wall_speedup"] == 1.5

@@ -137,13 +137,14 @@ def test_measure_reports_by_category_and_against_plain_decoding(stored, target, 
     prompts = [document(0, "a"), document(1, "b"), document(2, "a")]
     answers = iter([FIRST, SECOND, dataclasses.replace(NONE, tokens=(9,))])
     monkeypatch.setattr(acceptance, "decode_speculative", lambda *args: next(answers))
-    plain = [dataclasses.replace(a, seconds=4.0) for a in (FIRST, SECOND, NONE)]
+    plain = [dataclasses.replace(a, seconds=4.0) for a in (FIRST, SECOND, dataclasses.replace(NONE, tokens=(8, 7, 6)))]
     result = measure("x", target, drafter, prompts, plain, max_new_tokens=10).result
     assert result["by_category"] == {"a": average_lengths([FIRST, NONE]), "b": average_lengths([SECOND])}
     assert result["accepted_length"] == average_lengths([FIRST, SECOND])
     assert result["rule"] == "greedy" and result["rounds"] == [[4, 2, 3], [1, 1], []]
     assert result["tokens"] == 14 and result["verifications"] == 5
-    assert result["passes_speedup"] == 14 / (4 + 3 + 1) and result["wall_speedup"] == pytest.approx(12 / 3.1)
+    assert result["plain_tokens"] == 16 and result["passes_speedup"] == 14 / (4 + 3 + 1)
+    assert result["wall_speedup"] == pytest.approx(14 / 3.1 / (16 / 12))  # rates, as the third answer is shorter
     assert result["lossless"] is False and result["differing"] == ["d2"]
 
 

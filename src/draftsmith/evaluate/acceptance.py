@@ -185,13 +185,13 @@ def measure(
         **summary(answers, [d.category for d in prompts], drafter.spec.block_size),
     }
     if plain is not None:
-        result["passes_speedup"] = sum(len(p.tokens) for p in plain) / sum(1 + len(a.rounds) for a in answers)
-        result["wall_speedup"] = sum(p.seconds for p in plain) / sum(a.seconds for a in answers)
-        result["seconds"] = {"plain": sum(p.seconds for p in plain), "speculative": sum(a.seconds for a in answers)}
-        if temperature > 0:  # other random numbers, other tokens: compare rates, and claim nothing about the tokens
-            rate = sum(len(a.tokens) for a in answers) / sum(len(p.tokens) for p in plain)
-            result["passes_speedup"] *= rate
-            result["wall_speedup"] *= rate
+        tokens, seconds = sum(len(p.tokens) for p in plain), sum(p.seconds for p in plain)
+        taken = sum(a.seconds for a in answers)
+        # rates: with random numbers, and where two best tokens tie, the two texts are of different lengths
+        result["passes_speedup"] = result["tokens"] / sum(1 + len(a.rounds) for a in answers)
+        result["wall_speedup"] = result["tokens"] / taken / (tokens / seconds)
+        result["plain_tokens"], result["seconds"] = tokens, {"plain": seconds, "speculative": taken}
+        if temperature > 0:  # other random numbers, other tokens
             result["lossless"] = None
         else:
             result["differing"] = [
