@@ -51,7 +51,7 @@ PART = 15 << 20
 """Bytes of a part of the kept weights."""
 SLOW = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
 REPEATED = re.compile(r"CUDA warning|coredump:")
-FEW = "train.anchors=512"
+FEW, ALL = "train.anchors=512", ["drafter.num_features=8", "train.anchors=2048"]
 BASE = ("drafter.num_features=5", "train.anchors=1024")
 """What arms have where they do not say otherwise; the rest is the config's."""
 CHOSEN = "8 features, 2048 anchors"
@@ -59,11 +59,20 @@ CHOSEN = "8 features, 2048 anchors"
 PEER = "peer, its own recipe, 1024 anchors"
 ARMS: dict[str, list[str]] = {
     "base": [],
+    f"{CHOSEN}, three times the tokens": [*ALL, "train.steps=3660", "train.log_every=183"],
+    "peer, its own recipe, 8 features, 2048 anchors": ["peer", "own", *ALL],
+    "peer, our recipe, 8 features, 2048 anchors": ["peer", "ours", *ALL],
+    f"peer, its own recipe, 2048 anchors{SEED}1": ["peer", "own", "train.anchors=2048", "train.seed=1"],
+    f"peer, its own recipe, 8 features, 2048 anchors{SEED}1": ["peer", "own", *ALL, "train.seed=1"],
+    "a quarter of the data": ["data_dir=data-quarter"],
+    f"{CHOSEN}, WSD": [*ALL, "train.schedule=wsd"],
+    f"{CHOSEN}, WSD{SEED}1": [*ALL, "train.schedule=wsd", "train.seed=1"],
+    f"{CHOSEN}, WSD{SEED}2": [*ALL, "train.schedule=wsd", "train.seed=2"],
     "four times the tokens": ["train.steps=4880", "train.accept_every=1220", "train.log_every=244"],
     PEER: ["peer", "own"],
     f"{PEER}{SEED}1": ["peer", "own", "train.seed=1"],
     f"{PEER}{SEED}2": ["peer", "own", "train.seed=2"],
-    CHOSEN: ["drafter.num_features=8", "train.anchors=2048"],
+    CHOSEN: ALL,
     "8 features": ["drafter.num_features=8"],
     "2048 anchors": ["train.anchors=2048"],
     "peer, its own recipe, 2048 anchors": ["peer", "own", "train.anchors=2048"],
@@ -74,8 +83,8 @@ ARMS: dict[str, list[str]] = {
     f"base{SEED}2": ["train.seed=2"],
     f"8 features{SEED}1": ["drafter.num_features=8", "train.seed=1"],
     f"8 features{SEED}2": ["drafter.num_features=8", "train.seed=2"],
-    f"{CHOSEN}{SEED}1": ["drafter.num_features=8", "train.anchors=2048", "train.seed=1"],
-    f"{CHOSEN}{SEED}2": ["drafter.num_features=8", "train.anchors=2048", "train.seed=2"],
+    f"{CHOSEN}{SEED}1": [*ALL, "train.seed=1"],
+    f"{CHOSEN}{SEED}2": [*ALL, "train.seed=2"],
     "FP8 drafter": ["train.fp8=drafter"],
     "WSD": ["train.schedule=wsd"],
     "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
