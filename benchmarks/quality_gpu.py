@@ -480,9 +480,13 @@ def serve(
 
 
 def served_by(out: dict[str, Any]) -> dict[str, Any]:
-    """What a call of `serve` adds to the file: the peer's beside ours; of ours what `served` takes stands at the top too."""
-    if out.get("drafter", "").startswith("peer"):
+    """What a call of `serve` adds to the file: of the chosen drafter what `served` takes stands at the top, of the peer's and of
+    one trained for longer beside it."""
+    name = out.get("drafter", "")
+    if name.startswith("peer"):
         return {"serve_speculators": out, "served_speculators": served(out)}
+    if longer(ARMS.get(name, [])) > 1:
+        return {"serve_longer": out, "served_longer": served(out)}
     return {"serve": out, **served(out)} if out else {}
 
 
@@ -500,7 +504,13 @@ def served(out: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-KEPT = ("note", "lost", "serve", "serve_speculators", "served_speculators", *served({}))
+KEPT = (
+    "note",
+    "lost",
+    "serve",
+    *(f"serve{d}_{of}" for of in ("speculators", "longer") for d in ("", "d")),
+    *served({}),
+)
 """What stands beside the arms and their summary."""
 
 

@@ -335,3 +335,8 @@ def test_serving_takes_the_exported_folder_of_ours_and_of_a_peer(tmp_path, monke
     assert exported == [("step_9", tmp_path / "mine" / "exported")]
     assert saved[3]["serve"]["drafter"] == "mine" and saved[3]["wall_speedup"] == 1.5 and saved[3]["note"] == "n"
     assert "serve" not in saved[-1] and saved[-1]["served_speculators"]["wall_speedup"] == 1.5
+    longer = {"drafter": "four times the tokens", "bfloat16, T=0": {"wall_speedup": 2.0}}
+    assert quality.served_by(longer)["served_longer"]["wall_speedup"] == 2.0 and "serve" not in quality.served_by(
+        longer
+    )
+    assert {*quality.served_by(longer), *quality.served_by({"drafter": "peer"})} <= set(quality.KEPT)
