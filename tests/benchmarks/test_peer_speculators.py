@@ -71,9 +71,12 @@ def test_the_recipe_named_own_is_the_defaults_of_its_command_line():
         "per_position_loss_weight": "dpace", "dflash_decay_gamma": 4.0, "dpace_alpha": 0.5, "loss_fn": "ce",
     } and kind == "sliding"  # fmt: skip
     argv = ["--verifier-name-or-path", "x", "--speculator-type", "dflash"]
-    theirs = resolution.resolve(TrainConfig, argv).optimizer  # as its command line reads them
+    resolved = resolution.resolve(TrainConfig, argv)  # as its command line reads them
     for name in ("optimizer", "lr", "weight_decay", "muon_lr", "muon_momentum", "muon_weight_decay"):
-        assert getattr(settings, name) == getattr(theirs, name), name
+        assert getattr(settings, name) == getattr(resolved.optimizer, name), name
+    assert settings.scheduler == resolved.scheduler.scheduler_type
+    assert loss.pop("loss_fn") == resolved.loss.loss_fn
+    assert loss == {name: getattr(resolved.dflash, name) for name in loss}
     ours, weights, layers = peer.recipe("ours", config)
     assert (ours.optimizer, ours.lr, ours.scheduler, ours.warmup) == ("adamw", 1e-3, "cosine", 0.04)
     assert weights["per_position_loss_weight"] == "fixed-exp-decay" and layers == "full"

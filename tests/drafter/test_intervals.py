@@ -21,6 +21,7 @@ ROWS = {
     "no anchor": (random_row(5, slots=6, most_anchors=0), 4),
     "three documents": (long_row(1, 700, 60, 50), 7),
     "one document": (make_row([890], [(200, 890)], 900, list(range(200, 889, 9)), 80), 16),
+    "first tokens of documents": (make_row([5, 90, 6, 100], [(0, 201)], 201, [0, 1, 5, 6, 95, 96, 101, 150], 9), 16),
     "all slots in use": (make_row([300], [(200, 300)], 300, list(range(200, 299, 9)), 11), 10),
 }
 
@@ -47,9 +48,13 @@ def visits(mask, by: str, heads: int) -> np.ndarray:
     return seen
 
 
+CASES = [(*row, *case) for row in ROWS.values() for case in ((None, 1), (None, 4), (1, 3), (20, 2), (300, 7))]
+# tiles are parts of a block here, and the window of its end begins behind that of the next block's first slots
+CASES.append((make_row([229], [(0, 229)], 229, list(range(95, 114)), 19), 16, 40, 7))
+
+
 @pytest.mark.parametrize("by", ["queries", "keys"])
-@pytest.mark.parametrize(("window", "heads"), [(None, 1), (None, 4), (1, 3), (20, 2), (300, 7)])
-@pytest.mark.parametrize("row, block_size", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("row", "block_size", "window", "heads"), CASES)
 def test_kernels_look_once_at_what_the_rule_shows_and_at_nothing_else(row, block_size, window, heads, by):
     made = masks_of("triton", row, block_size, [window, window], trained=True, heads=heads)
     for mask, dense in zip(made, masks_of("dense", row, block_size, [window, window], trained=True), strict=True):

@@ -74,16 +74,27 @@ def _query_tiles(t: _Tiles) -> np.ndarray:
 
 
 def _key_tiles(t: _Tiles, keys: int) -> np.ndarray:
-    begin = np.arange(0, keys, TILE)[:, None]
-    c0, c1 = _hull((t.least < begin + TILE) & (t.most > begin))
-    full = (t.latest <= begin) & (t.soonest >= begin + TILE)
-    f0, f1 = _hull(full)
-    none = (f0 == f1) | (full.sum(1) != f1 - f0)  # several runs: all of it with the mask
+    begin = np.arange(0, keys, TILE)
+    c0, c1, _ = _hull(t.least, t.most, begin + TILE, begin)
+    f0, f1, unbroken = _hull(t.latest, t.soonest, begin + 1, begin + TILE - 1)
+    none = (f0 == f1) | ~unbroken  # several runs: all of it with the mask
     f0, f1 = np.where(none, c1, f0), np.where(none, c1, f1)
-    return np.stack([c0, f0, f1, c1, *_hull((t.own_lo < begin + TILE) & (t.own_hi > begin))], 1) * TILE
+    return np.stack([c0, f0, f1, c1, *_hull(t.own_lo, t.own_hi, begin + TILE, begin)[:2]], 1) * TILE
 
 
-def _hull(shown: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and one behind the last of each row that is shown; 0, 0 if none is."""
-    some = shown.any(1)
-    return np.where(some, shown.argmax(1), 0), np.where(some, shown.shape[1] - shown[:, ::-1].argmax(1), 0)
+def _hull(
+    low: np.ndarray, high: np.ndarray, below: np.ndarray, above: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First and one behind the last tile with low < below[i] and high > above[i], and whether all between them are so;
+    0, 0 if none is.  Tiles whose low is FAR never are."""
+    known = np.flatnonzero(low < FAR)
+    low, high = low[known], high[known]
+    if (np.diff(low) >= 0).all() and (np.diff(high) >= 0).all():
+        first, behind = np.searchsorted(high, above, "right"), np.searchsorted(low, below, "left")
+        many = behind - first
+    else:  # with a window the last slots of a block see from behind the first ones of the next
+        shown = (low < below[:, None]) & (high > above[:, None])
+        first, behind, many = shown.argmax(1), len(low) - shown[:, ::-1].argmax(1), shown.sum(1)
+    some, place = many > 0, np.append(known, 0)
+    begin, end = np.where(some, place[first], 0), np.where(some, place[behind - 1] + 1, 0)
+    return begin, end, end - begin == np.where(some, many, 0)
