@@ -441,6 +441,7 @@ def serve(
         {"float32, T=0": [wide], "float32, T=0, replayed": [wide, "evaluate.replay=true"]},
         {"bfloat16, T=0": [narrow]},
         {"bfloat16, T=1": [narrow, "evaluate.temperature=1"]},
+        {"bfloat16, T=1, reject": [narrow, "evaluate.temperature=1", "evaluate.rule=reject"]},
     ):
         started = {}
         for key, settings in together.items():
@@ -492,7 +493,8 @@ def served_by(out: dict[str, Any]) -> dict[str, Any]:
 
 def served(out: dict[str, Any]) -> dict[str, Any]:
     """What of `serve` stands at the top of the file."""
-    wide, narrow, warm = (out.get(k, {}) for k in ("float32, T=0", "bfloat16, T=0", "bfloat16, T=1"))
+    wide, narrow = (out.get(f"{dtype}, T=0", {}) for dtype in ("float32", "bfloat16"))
+    warm, by_rejection = (out.get(f"bfloat16, T=1{rule}", {}) for rule in ("", ", reject"))
     parted = narrow.get("parted", [])
     return {
         "lossless": wide.get("lossless"),
@@ -501,6 +503,8 @@ def served(out: dict[str, Any]) -> dict[str, Any]:
         },
         "wall_speedup": narrow.get("wall_speedup"), "passes_speedup": narrow.get("passes_speedup"),
         "wall_speedup_at_1": warm.get("wall_speedup"), "passes_speedup_at_1": warm.get("passes_speedup"),
+        "wall_speedup_at_1_by_rejection": by_rejection.get("wall_speedup"),
+        "passes_speedup_at_1_by_rejection": by_rejection.get("passes_speedup"),
     }  # fmt: skip
 
 

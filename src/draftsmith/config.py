@@ -297,7 +297,7 @@ class EvaluateConfig(Section):
     """Acceptance at temperature > 0. match: greedy drafts, accepted where the target's own sample is the same.
     reject: sampled drafts, rejection sampling.  Both leave the target's distribution as it is."""
     graphs: bool | None = None
-    """Decode with fixed shapes, a round as one CUDA graph; default: on a GPU, where target and rule allow it."""
+    """Decode with fixed shapes, a round as one CUDA graph; default: on a GPU, where the target allows it."""
     untrained: bool = False
     """Also measure a drafter with fresh weights, for comparison."""
     heldout: Path | None = None

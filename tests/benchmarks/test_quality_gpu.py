@@ -330,10 +330,10 @@ def test_serving_takes_the_exported_folder_of_ours_and_of_a_peer(tmp_path, monke
         out = quality.serve(name, fields, args, tmp_path, {}, {"note": "n"})
         assert out["bfloat16, T=0"]["wall_speedup"] == 1.5 and "wall_speedup" not in out["float32, T=0"]
         drafter = tmp_path / name / "exported"
-        assert all(f"evaluate.drafter={drafter}" in c and "peer" not in c for c in commands) and len(commands) == 4
+        assert all(f"evaluate.drafter={drafter}" in c and "peer" not in c for c in commands) and len(commands) == 5
         commands.clear()
     assert exported == [("step_9", tmp_path / "mine" / "exported")]
-    assert saved[3]["serve"]["drafter"] == "mine" and saved[3]["wall_speedup"] == 1.5 and saved[3]["note"] == "n"
+    assert saved[4]["serve"]["drafter"] == "mine" and saved[4]["wall_speedup"] == 1.5 and saved[4]["note"] == "n"
     assert "serve" not in saved[-1] and saved[-1]["served_speculators"]["wall_speedup"] == 1.5
     longer = {"drafter": "four times the tokens", "bfloat16, T=0": {"wall_speedup": 2.0}}
     assert quality.served_by(longer)["served_longer"]["wall_speedup"] == 2.0 and "serve" not in quality.served_by(

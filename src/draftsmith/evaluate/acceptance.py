@@ -224,14 +224,14 @@ def make_loop(
     settings: EvaluateConfig, target: Target, drafter: DFlashDrafter | None, prompts: Sequence[Document]
 ) -> GraphedLoop | None:
     """The loop of fixed shapes where it is wanted and can be.  Raises InputError where it is asked for and cannot."""
-    why = "the rule is reject" if settings.temperature > 0 and settings.rule == "reject" else unsupported(target)
+    why = unsupported(target)
     if settings.graphs and why:
         raise InputError(f"evaluate.graphs: the loop of fixed shapes cannot do this, {why}")
     if why or not (target.device.type == "cuda" if settings.graphs is None else settings.graphs):
         return None
     longest = max(len(d.prompt()) for d in prompts)
     with any_shape(target.device):
-        return GraphedLoop(target, drafter, longest, settings.max_new_tokens, settings.temperature)
+        return GraphedLoop(target, drafter, longest, settings.max_new_tokens, settings.temperature, settings.rule)
 
 
 def measure_replayed(

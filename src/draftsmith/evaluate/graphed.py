@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.drafter.attention import Mask, dense_mask, put_all
 from draftsmith.drafter.blocks import block_interval
 from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
-from draftsmith.evaluate.speculate import _cut, _seconds
+from draftsmith.evaluate.speculate import _cut, _seconds, rejection
 from draftsmith.records import Answer
 from draftsmith.target.extract import capture, check_finite
 from draftsmith.target.model import Target
@@ -55,15 +55,16 @@ def unsupported(target: Target) -> str | None:
 class GraphedLoop:
     """Decodes prompts of at most `longest` tokens to at most `limit` new ones; without a drafter only plainly.
 
-    temperature > 0: the target samples, drafts are greedy and accepted where equal (rule `match`); random numbers are
-    those of the device's default generator.
+    temperature > 0: by either rule of EvaluateConfig; random numbers are those of the device's default generator.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, target: Target, drafter: DFlashDrafter | None, longest: int, limit: int, temperature: float = 0.0
-    ) -> None:
+        self, target: Target, drafter: DFlashDrafter | None, longest: int, limit: int, temperature: float = 0.0,
+        rule: str = "match",
+    ) -> None:  # fmt: skip
         self.target, self.drafter, self.limit, self.temperature = target, drafter, limit, temperature
+        self.reject = temperature > 0 and rule == "reject"
         device, size = target.device, drafter.spec.block_size if drafter else 1
         self.total = longest + limit + size
         self.cache = FixedCache(self.total)
@@ -86,8 +87,10 @@ class GraphedLoop:
     def _choose(self, logits_nV: Tensor) -> Tensor:
         if self.temperature == 0:
             return logits_nV.argmax(-1)
-        chances = torch.softmax(logits_nV.float() / self.temperature, -1)
-        return (chances / torch.empty_like(chances).exponential_()).argmax(-1)  # one draw a row, nothing read back
+        return _draw(self._chances(logits_nV))
+
+    def _chances(self, logits_nV: Tensor) -> Tensor:
+        return torch.softmax(logits_nV.float() / self.temperature, -1)
 
     def _target(self, tokens_n: Tensor, at_n: Tensor, keep: int) -> tuple[Tensor, list[Tensor]]:
         """Logits of the last `keep` tokens (0: of all), and features by layer."""
@@ -144,11 +147,18 @@ class GraphedLoop:
         block = torch.where(slot == 0, self.token, spec.mask_token_id)
         x = embed(block, target.embedding, spec).to(drafter.fc.weight.dtype)
         hidden = drafter.blocks(x, at, self.context, self._masks(at, slots))
-        drafts = to_logits(hidden[1:].to(target.head.dtype) @ target.head.T, spec).argmax(-1)
+        proposed = to_logits(hidden[1:].to(target.head.dtype) @ target.head.T, spec)
+        drafts = self._choose(proposed) if self.reject else proposed.argmax(-1)
         logits, found = self._target(torch.cat([self.token, drafts]), at, keep=0)
-        choice = self._choose(logits)
-        right = (drafts == choice[:-1]) & (slot[1:] < slots)
-        agreed = right.long().cumprod(0).sum(0, keepdim=True)
+        if self.reject:
+            p = self._chances(logits)
+            right, after = rejection(drafts, self._chances(proposed), p, torch.rand_like(drafts, dtype=p.dtype))
+            choice = _draw(after)  # that behind the last wanted draft is one too many, and cut off
+        else:
+            choice = self._choose(logits)
+            right = drafts == choice[:-1]
+        agreed = (right & (slot[1:] < slots)).long().cumprod(0).sum(0, keepdim=True)
+        choice = torch.where(slot < agreed, torch.cat([drafts, self.token]), choice)
         self._extend(found, at)
         self.said.copy_(torch.cat([choice, agreed]))
         self.token.copy_(choice.gather(0, agreed))
@@ -197,6 +207,11 @@ class GraphedLoop:
         self._start(prompt)
         out, ended = _cut([int(self.token)], self.target.eos_token_ids, self.limit)
         return begin, out, ended, _seconds(self.target.device) - begin
+
+
+def _draw(chances_nV: Tensor) -> Tensor:
+    """One draw a row, nothing read back."""
+    return (chances_nV / torch.empty_like(chances_nV).exponential_()).argmax(-1)
 
 
 @torch.inference_mode()

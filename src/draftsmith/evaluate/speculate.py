@@ -205,12 +205,21 @@ def decode_speculative(
 
 
 def _reject(proposal: Tensor, proposal_logits: Tensor, logits: Tensor, sampler: Sampler) -> tuple[int, int]:
-    """Rejection sampling (Leviathan et al. 2023, algorithm 1): how many drafts stand, and the token that follows."""
+    """How many drafts stand, and the token that follows."""
     q, p = sampler.probabilities(proposal_logits), sampler.probabilities(logits)
-    for i, token in enumerate(proposal.tolist()):
-        chance = torch.rand((), generator=sampler.generator, device=p.device)
-        if chance * q[i, token] >= p[i, token]:
-            rest = (p[i] - q[i]).clamp_(min=0)
-            rest = p[i] if rest.sum() <= 0 else rest
-            return i, int(torch.multinomial(rest, 1, generator=sampler.generator))
-    return len(proposal), int(torch.multinomial(p[-1], 1, generator=sampler.generator))
+    chance = torch.rand(len(proposal), generator=sampler.generator, device=p.device)
+    stands, after = rejection(proposal, q, p, chance)
+    agreed = int(stands.long().cumprod(0).sum())
+    return agreed, int(torch.multinomial(after[agreed], 1, generator=sampler.generator))
+
+
+def rejection(drafts_n: Tensor, q_nV: Tensor, p_mV: Tensor, chance_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Rejection sampling (Leviathan et al. 2023, algorithm 1), m = n + 1: which drafts stand if all before them do, and
+    what to draw from, [m, V], in place of the first that does not, or behind the last.
+
+    q: the drafter's probabilities, p: the target's.  chance: uniform in [0, 1)."""
+    at_n = drafts_n[:, None]
+    stands_n = chance_n * q_nV.gather(1, at_n)[:, 0] < p_mV[:-1].gather(1, at_n)[:, 0]
+    rest_nV = (p_mV[:-1] - q_nV).clamp_(min=0)
+    rest_nV = torch.where(rest_nV.sum(1, keepdim=True) > 0, rest_nV, p_mV[:-1])
+    return stands_n, torch.cat([rest_nV, p_mV[-1:]])
