@@ -43,20 +43,23 @@ def test_fixed_shapes_decode_the_same_round_by_round(target, half_trained, promp
 
 @pytest.mark.parametrize("rule", ["match", "reject"])
 def test_at_a_temperature_tokens_have_the_targets_distribution(target, half_trained, prompts, rule):
+    check_distribution(without_stop(target), half_trained["full"], prompts[0], rule)
+
+
+def check_distribution(target, drafter, prompt, rule, temperature=0.6, trials=1500):
     """The tokens of a round behind a given one, from the same state over and over."""
-    temperature, trials = 0.6, 1500
-    loop = GraphedLoop(without_stop(target), half_trained["full"], len(prompts[0]), LIMIT, temperature, rule)
+    loop = GraphedLoop(target, drafter, len(prompt), LIMIT, temperature, rule)
     torch.manual_seed(3)
     with torch.inference_mode():
-        loop._start(prompts[0])
-        first, drawn = target.model(input_ids=prompts[0][None]).logits[0, -1].argmax(), []
+        loop._start(prompt)
+        first, drawn = target.model(input_ids=prompt[None]).logits[0, -1].argmax(), []
         for _ in range(trials):
-            loop.length.fill_(len(prompts[0]))
+            loop.length.fill_(len(prompt))
             loop.token.copy_(first)
             loop.round()
             *tokens, agreed = loop.said.tolist()
             drawn.append((*tokens[: agreed + 1], None))
-    line = torch.cat([prompts[0], first[None]])
+    line = torch.cat([prompt, first[None]])
     for i in range(2):
         with torch.no_grad():
             chances = torch.softmax(target.model(input_ids=line[None]).logits[0, -1] / temperature, -1)
@@ -68,7 +71,7 @@ def test_at_a_temperature_tokens_have_the_targets_distribution(target, half_trai
         # those that went on: a match is only of the drafted token, whatever comes behind it
         drawn, line = (
             [d for d in drawn if d[i] == most and d[i + 1] is not None],
-            torch.cat([line, torch.tensor([most])]),
+            torch.cat([line, line.new_tensor([most])]),
         )
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from evaluate.conftest import GREEDY, KINDS, half_trained, prompts  # noqa: F401 (fixtures)
+from evaluate.test_graphed import check_distribution
 from evaluate.test_replay import answers_to
 
 from draftsmith.config import TargetConfig
@@ -39,6 +40,8 @@ def test_graphs_and_replay_make_the_rounds_of_the_loop(target, half_trained, pro
     plain = [decode_plain(target, p, LIMIT, GREEDY).tokens for p in prompts]
     assert [loop.decode_plain(p).tokens for p in prompts] == plain == [s.tokens for s in served]
     assert replay(target, drafter, answers_to(target, prompts, LIMIT), LIMIT) == [timeless(s) for s in served]
-    sampling = GraphedLoop(target, drafter, max(map(len, prompts)), LIMIT, temperature=1.0)
-    drawn = [sampling.decode_speculative(prompts[0], seed).tokens for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2] and len(drawn[2]) == LIMIT
+    for rule in ("match", "reject"):
+        sampling = GraphedLoop(target, drafter, max(map(len, prompts)), LIMIT, 1.0, rule)
+        drawn = [sampling.decode_speculative(prompts[0], seed).tokens for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2] and len(drawn[2]) == LIMIT
+        check_distribution(target, drafter, prompts[0], rule)
