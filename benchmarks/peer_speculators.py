@@ -206,12 +206,13 @@ def run(config: Config, name: str, attention: str, limit_s: float, folder: Path 
             sums = []
             curve.append({"step": done, "tokens": tokens, "seconds": seconds, "loss": mean, **kept(result)})
             print(f"step {done}: accepted length {result['accepted_length']['pooled']:.3f} (pooled)", flush=True)
-    if folder is not None:
-        write_folder(convert(model, spec), folder, config.target.model)
-    return {
+    found = {
         "recipe": {**vars(settings), **loss, "layer_types": kind, "attention": attention, "anchors": train.anchors},
         "first_step_s": first_step, "whole_s": time.monotonic() - begin, "curve": curve,
     }  # fmt: skip
+    if folder is not None:
+        write_folder(convert(model, spec), folder, config.target.model)
+    return found
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
@@ -232,6 +233,8 @@ def main() -> None:
     parser.add_argument("--export", type=Path, help="folder for its drafter, which must not exist")
     parser.add_argument("--out", type=Path, required=True)
     args, rest = parser.parse_known_args()
+    if args.export is not None and args.export.exists():
+        parser.error(f"--export {args.export}: it exists")
     env.prepare()
     if args.attention == "sdpa":
         torch.compiler.set_stance("force_eager")

@@ -7,7 +7,8 @@
 
 Arms run as `draftsmith train` with overrides, `--beside` of them at once on each GPU; those that share compiled code
 start when the first of them has compiled.  What would not end within `--seconds` is left for the next call, which goes on from what is
-in results/quality_smollm2.json (or $OUT).  The peer (peer_speculators.py) needs PYTHONPATH=.peers/speculators.
+in results/quality_smollm2.json (or $OUT).  The peer (peer_speculators.py) needs PYTHONPATH=.peers/speculators,
+also to be served.  Of two calls on GPUs of one host each is told of the other's by `--others 1`.
 `--alone` runs arms again, one at a time on a GPU, for their seconds.  `serve` does so with one, measured more often, and decodes
 with it at batch 1: speed-up at temperature 0 and 1, in bfloat16 and, lossless, in float32; `--keep` writes the exported
 drafter beside the results, its weights in parts.  `--tiny` rehearses all of it on a CPU.
@@ -56,10 +57,12 @@ BASE = ("drafter.num_features=5", "train.anchors=1024")
 """What arms have where they do not say otherwise; the rest is the config's."""
 CHOSEN = "8 features, 2048 anchors"
 """The arm that examples/smollm2-135m-gpu.yaml is."""
+PEERS_BESIDE = 2
+"""Of the peer's arms on a GPU: of those that ran beside five others most were lost, in a kernel of cuBLAS."""
 PEER = "peer, its own recipe, 1024 anchors"
 ARMS: dict[str, list[str]] = {
     "base": [],
-    f"{CHOSEN}, three times the tokens": [*ALL, "train.steps=3660", "train.log_every=183"],
+    f"{CHOSEN}, three times the tokens": [*ALL, "train.steps=3660", "train.accept_every=1220", "train.log_every=122"],
     "peer, its own recipe, 8 features, 2048 anchors": ["peer", "own", *ALL],
     "peer, our recipe, 8 features, 2048 anchors": ["peer", "ours", *ALL],
     f"peer, its own recipe, 2048 anchors{SEED}1": ["peer", "own", "train.anchors=2048", "train.seed=1"],
@@ -144,7 +147,7 @@ class Arm:
         else:
             command = ["-m", "draftsmith.cli", "train", *common, f"runs_dir={self.folder}", "name=arm"]
         self.log = self.folder / "log"
-        cores = max(1, (os.cpu_count() or 1) // (share * len(args.gpus)))
+        cores = max(1, (os.cpu_count() or 1) // (share * self.gpus))
         threads = {"OMP_NUM_THREADS": str(min(cores, 4)), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
         where = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         with open(self.log, "w") as log:
@@ -171,8 +174,9 @@ class Arm:
             self.process.wait()
         if code != 0:
             why = f"exit code {code}" if code is not None else f"longer than {self.limit:.0f} s"
-            return {"failed": why, "said": told(self.log.read_text())}
-        found = json.loads(self.out.read_text()) if self.peer else read_run(self.run)
+            found = {"failed": why, "said": told(self.log.read_text())}
+        else:
+            found = json.loads(self.out.read_text()) if self.peer else read_run(self.run)
         return {**found, "whole_s": time.monotonic() - self.begun, "beside": self.beside, "gpus": self.gpus}
 
     @property
@@ -192,9 +196,9 @@ def longer(fields: list[str]) -> float:
 
 
 def told(log: str) -> str:
-    """The end of a log, of paths the last two parts, lines that differ in numbers only once: a lost GPU says the same of
+    """The end of a log, of paths the file's name, lines that differ in numbers only once: a lost GPU says the same of
     every event, and of a dump every processor and percent."""
-    log = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+/[\w.+-]+)", r"\1", log)
+    log = re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", log)
     lines: dict[str, str] = {}
     for number, line in enumerate(log.splitlines()):
         lines.setdefault(re.sub(r"\d+", "", line) if REPEATED.search(line) else str(number), line)
@@ -229,7 +233,9 @@ def run_arms(
     writes it, with `keep`."""
     begin = time.monotonic()
     print("arm | pooled | along the way | slots 1 2 3 5 7 11 15 | categories | tokens | training", flush=True)
-    lost = [n for n, arm in found.items() if "failed" in arm and "sdpa" in arm["overrides"]]  # nothing else to try
+    lost = [n for n in arms if "failed" in found.get(n, {}) and "sdpa" in arms[n]]  # nothing else to try
+    if lost:
+        print("failed uncompiled too, not tried again:", "; ".join(lost))
     waiting = [n for n in arms if "curve" not in found.get(n, {}) and n not in lost]
     running, compiled = list[Arm](), set[str]()
     took: dict[str, float] = {}
@@ -243,10 +249,12 @@ def run_arms(
         for name in list(waiting):
             fields = arms[name]
             busy = {shape(arms[arm.name]) for arm in running if not arm.peer} - compiled
-            on = {gpu: sum(arm.gpu == gpu for arm in running) for gpu in args.gpus}
-            gpu = min(on, key=lambda g: on[g])
-            if on[gpu] >= args.beside or shape(fields) in busy:
+            on = {gpu: [arm.peer for arm in running if arm.gpu == gpu] for gpu in args.gpus}
+            most = {True: PEERS_BESIDE, False: args.beside}[fields[:1] == ["peer"]]
+            free = [g for g, peers in on.items() if len(peers) < args.beside and sum(peers) < most]
+            if not free or shape(fields) in busy:
                 continue
+            gpu = min(free, key=lambda g: len(on[g]))
             needed = (
                 PEER_NEEDS
                 if fields[:1] == ["peer"] and not args.tiny
@@ -370,10 +378,12 @@ def tables(found: dict[str, Any]) -> list[str]:
     order = sorted(done, key=lambda n: -last[n]["accepted_length"]["pooled"])
     rows = ["| arm | mean | standard deviation | seeds |", "|---" * 4 + "|"]
     of_seeds = {n: [last[m]["accepted_length"]["pooled"] for m in done if is_seed(m, n)] for n in order}
-    for name, values in of_seeds.items():
-        if len(values) > 1:
-            mean, deviation = statistics.mean(values), statistics.stdev(values)
-            rows.append(f"| {name} | {mean:.3f} | {deviation:.3f} | {', '.join(f'{v:.3f}' for v in values)} |")
+    means = {n: statistics.mean(values) for n, values in of_seeds.items() if len(values) > 1}
+    for name in sorted(means, key=lambda n: -means[n]):
+        values = of_seeds[name]
+        rows.append(
+            f"| {name} | {means[name]:.3f} | {statistics.stdev(values):.3f} | {', '.join(f'{v:.3f}' for v in values)} |"
+        )
     slots = (1, 2, 3, 5, 7)
     rows += [
         "",
@@ -466,11 +476,11 @@ def serve(
                     for contended in ("wall_speedup", "seconds"):
                         out[key].pop(contended, None)
             else:
-                out[key] = {"failed": f"exit code {process.returncode}", "said": said[-1500:], "graphs": graphs}
+                out[key] = {"failed": f"exit code {process.returncode}", "said": told(said)[-1500:], "graphs": graphs}
                 failed = failed or "replayed" not in key
             shown = {k: v for k, v in out[key].items() if k not in ("by_category", "spread")}
             print(key, process.returncode, shown, flush=True)
-            save(found, **(keep | served_by(out)))
+            save(found, **(keep | served_by(out, keep)))
         graphs = "false" if failed else graphs
     if args.keep:
         (RESULTS / f"{NAME}.drafter.json").write_text((drafter / "config.json").read_text())
@@ -480,15 +490,11 @@ def serve(
     return out
 
 
-def served_by(out: dict[str, Any]) -> dict[str, Any]:
-    """What a call of `serve` adds to the file: of the chosen drafter what `served` takes stands at the top, of the peer's and of
-    one trained for longer beside it."""
-    name = out.get("drafter", "")
-    if name.startswith("peer"):
-        return {"serve_speculators": out, "served_speculators": served(out)}
-    if longer(ARMS.get(name, [])) > 1:
-        return {"serve_longer": out, "served_longer": served(out)}
-    return {"serve": out, **served(out)} if out else {}
+def served_by(out: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What a call of `serve` adds to the file: the chosen drafter's figures stand at the top, those of others by name."""
+    if out.get("drafter") in (CHOSEN, None):
+        return {"serve": out, **served(out)} if out else {}
+    return {"serve_others": {**before.get("serve_others", {}), out["drafter"]: {**out, **served(out)}}}
 
 
 def served(out: dict[str, Any]) -> dict[str, Any]:
@@ -508,13 +514,7 @@ def served(out: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-KEPT = (
-    "note",
-    "lost",
-    "serve",
-    *(f"serve{d}_{of}" for of in ("speculators", "longer") for d in ("", "d")),
-    *served({}),
-)
+KEPT = ("note", "lost", "serve", "serve_others", "serve_on_a_cpu", *served({}))
 """What stands beside the arms and their summary."""
 
 
@@ -564,7 +564,7 @@ def main() -> None:
         work.mkdir()
         keep = {k: v for k, v in before.items() if k in KEPT}
         if serving:
-            keep |= served_by(serve(name, named[name], args, work, found, keep))
+            keep |= served_by(serve(name, named[name], args, work, found, keep), keep)
         else:
             wanted = {n: f for n, f in arms.items() if not args.only or any(o in n for o in args.only)}
             if args.alone:
@@ -573,7 +573,13 @@ def main() -> None:
             run_arms(wanted, args, work, found, keep)
         top = save(found, **keep)
     print(
-        json.dumps({k: v for k, v in json.loads(top.read_text()).items() if k not in ("arms", "serve", "environment")})
+        json.dumps(
+            {
+                k: v
+                for k, v in json.loads(top.read_text()).items()
+                if k not in ("arms", "serve", "serve_others", "lost", "environment")
+            }
+        )
     )
     print(top)
 

@@ -6,6 +6,7 @@ Every size is written out, since the loaders' defaults differ from most models. 
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,16 @@ def export(config: Config, run: RunDir | None = None) -> Path:
 
 def export_folder(source: Path, output: Path, target_name: str) -> Path:
     """A checkpoint's drafter as a folder."""
-    if output.exists():
-        raise InputError(f"{output} exists: set export.output to another folder")
     return write_folder(read_drafter(source), output, target_name)
 
 
 def write_folder(drafter: DFlashDrafter, output: Path, target_name: str) -> Path:
-    """Write the folder, in bfloat16, reload it, compare, and only then give it its name."""
-    drafter = drafter.to(torch.bfloat16)
+    """Write the folder, in bfloat16, reload it, compare, and only then give it its name.
+
+    Raises InputError if there is such a folder."""
+    if output.exists():
+        raise InputError(f"{output} exists: set export.output to another folder")
+    drafter = copy.deepcopy(drafter).to(torch.bfloat16)
     with folder_written_whole(output) as folder:
         weights = {k: v.contiguous() for k, v in drafter.state_dict().items()}
         write_tensors(folder / "model.safetensors", weights, {"format": "pt"})

@@ -137,7 +137,7 @@ def test_a_peer_that_failed_to_compile_is_taken_again_without():
     assert quality.uncompiled("p", {"p": {**failed, "overrides": ["peer", "own", "sdpa"]}}) is None
 
 
-def test_a_name_whose_first_try_failed_can_be_run_alone(tmp_path, monkeypatch):
+def test_a_name_whose_first_try_failed_can_be_run_alone(tmp_path, monkeypatch, capsys):
     failed = {"overrides": ["peer", "own"], "failed": "exit code -6", "said": ""}
     (tmp_path / "quality_smollm2.json").write_text(json.dumps({"arms": {quality.PEER: failed}}))
     wanted, names = {}, []
@@ -164,6 +164,9 @@ def test_a_name_whose_first_try_failed_can_be_run_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["quality_gpu.py", "c.yaml", "--add", "base: train.seed=3"])
     with pytest.raises(SystemExit):
         quality.main()
+    assert "there is such an arm, with drafter.num_features=5 train.anchors=1024" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["quality_gpu.py", "c.yaml", "--only", "base", "--add", "base: train.anchors=1024"])
+    quality.main()
     assert quality.PEER not in wanted and f"{quality.PEER}, SDPA" in wanted
 
 
@@ -177,7 +180,8 @@ def test_of_a_log_the_error_is_kept_and_not_a_hundred_lines_that_follow_from_it(
     )
     said = quality.told(f"step 1\nTraceback\n{frames}RuntimeError: the cause\n" + warnings + dump)
     assert said.count("CUDA warning") == 1 and said.count("File") == 3 and said.count("g()") == 3
-    assert "runtime/module.py" in said and "very" not in said
+    assert '"module.py"' in said and "very" not in said
+    assert quality.told("/root/x.py https://a.org/b/c.html a/b/c") == "x.py https://a.org/b/c.html a/b/c"
     assert said.index("step 1") < said.index("Traceback") < said.index("the cause") < said.index("CUDA warning")
 
 
@@ -243,6 +247,10 @@ def test_a_peer_that_failed_uncompiled_is_not_tried_again_and_peers_do_not_wait_
     found = {"p, SDPA": failed}
     quality.run_arms(arms, batch(seconds=300.0), tmp_path, found, {})
     assert [a.name for a in known.begun] == ["peer a", "peer b"] and found["peer a"]["beside"] == 2
+    known.begun.clear()
+    arms = {**{f"peer {i}": ["peer", "own"] for i in range(3)}, "base": []}
+    quality.run_arms(arms, batch(seconds=300.0), tmp_path, {}, {})
+    assert [a.name for a in known.begun] == ["peer 0", "peer 1", "base", "peer 2"]  # two of the peer's at once on a GPU
 
 
 def test_of_ours_one_of_a_shape_compiles_first(tmp_path, known, monkeypatch):
@@ -280,6 +288,7 @@ def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machin
     stored = json.loads(text)
     top = {**quality.summary(stored["arms"]), **quality.served(stored["serve"])}
     assert {k: stored[k] for k in top} == top
+    assert stored["best"]["ours"] == stored["serve"]["drafter"] == quality.CHOSEN
     assert not re.search(r"/(root|opt|usr|home|tmp|work)/", text)
     readme = (quality.STORED.parents[1] / "README.md").read_text()
     assert f"| {top['accepted_length']['ours']:.2f} (" in readme
@@ -326,17 +335,26 @@ def test_serving_takes_the_exported_folder_of_ours_and_of_a_peer(tmp_path, monke
     monkeypatch.setattr(quality, "save", lambda found, **more: saved.append(more))
     monkeypatch.setattr(quality, "commit", lambda: "c")
     args = batch(config="c.yaml", fields=[], prompts=3, keep=False)
-    for name, fields in (("mine", ["train.seed=1"]), ("peer x", ["peer", "own", "train.seed=1"])):
+    for name, fields in ((quality.CHOSEN, ["train.seed=1"]), ("peer x", ["peer", "own", "train.seed=1"])):
         out = quality.serve(name, fields, args, tmp_path, {}, {"note": "n"})
         assert out["bfloat16, T=0"]["wall_speedup"] == 1.5 and "wall_speedup" not in out["float32, T=0"]
         drafter = tmp_path / name / "exported"
         assert all(f"evaluate.drafter={drafter}" in c and "peer" not in c for c in commands) and len(commands) == 5
         commands.clear()
-    assert exported == [("step_9", tmp_path / "mine" / "exported")]
-    assert saved[4]["serve"]["drafter"] == "mine" and saved[4]["wall_speedup"] == 1.5 and saved[4]["note"] == "n"
-    assert "serve" not in saved[-1] and saved[-1]["served_speculators"]["wall_speedup"] == 1.5
-    longer = {"drafter": "four times the tokens", "bfloat16, T=0": {"wall_speedup": 2.0}}
-    assert quality.served_by(longer)["served_longer"]["wall_speedup"] == 2.0 and "serve" not in quality.served_by(
-        longer
+    assert exported == [("step_9", tmp_path / quality.CHOSEN / "exported")]
+    assert (
+        saved[4]["serve"]["drafter"] == quality.CHOSEN and saved[4]["wall_speedup"] == 1.5 and saved[4]["note"] == "n"
     )
-    assert {*quality.served_by(longer), *quality.served_by({"drafter": "peer"})} <= set(quality.KEPT)
+    assert "serve" not in saved[-1] and saved[-1]["serve_others"]["peer x"]["wall_speedup"] == 1.5
+    one = quality.served_by({"drafter": "a, three times"}, {"serve_others": {"b": {}}})
+    assert set(one["serve_others"]) == {"b", "a, three times"} and set(one) <= set(quality.KEPT)
+
+
+def test_arms_measure_where_they_also_write_their_rates():
+    """A curve's tokens and seconds are those of the rates written until then."""
+    root = Path(quality.__file__).parents[1]
+    for name, fields in quality.ARMS.items():
+        settings = [f for f in quality.from_base(fields) if "=" in f and not f.startswith("data_dir")]
+        train = load_config(root / "examples/smollm2-135m-gpu.yaml", settings).train
+        assert train.accept_every % train.log_every == 0 and train.steps % train.accept_every == 0, name
+        assert train.steps // 10 % train.log_every == 0, f"{name}, served"

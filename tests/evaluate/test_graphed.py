@@ -43,11 +43,13 @@ def test_fixed_shapes_decode_the_same_round_by_round(target, half_trained, promp
 
 @pytest.mark.parametrize("rule", ["match", "reject"])
 def test_at_a_temperature_tokens_have_the_targets_distribution(target, half_trained, prompts, rule):
-    check_distribution(without_stop(target), half_trained["full"], prompts[0], rule)
+    for temperature in (0.6, 0.3):
+        check_distribution(without_stop(target), half_trained["full"], prompts[0], rule, temperature)
 
 
-def check_distribution(target, drafter, prompt, rule, temperature=0.6, trials=1500):
-    """The tokens of a round behind a given one, from the same state over and over."""
+def check_distribution(target, drafter, prompt, rule, temperature, trials=1000):
+    """The tokens of a round behind a given one, from the same state over and over; the second behind the likeliest first,
+    which at low temperatures most have."""
     loop = GraphedLoop(target, drafter, len(prompt), LIMIT, temperature, rule)
     torch.manual_seed(3)
     with torch.inference_mode():
@@ -63,10 +65,10 @@ def check_distribution(target, drafter, prompt, rule, temperature=0.6, trials=15
     for i in range(2):
         with torch.no_grad():
             chances = torch.softmax(target.model(input_ids=line[None]).logits[0, -1] / temperature, -1)
-        assert len(drawn) > 60
+        assert len(drawn) > 40
         for token in chances.topk(5).indices.tolist():
             share, chance = sum(d[i] == token for d in drawn) / len(drawn), float(chances[token])
-            assert abs(share - chance) < 4 * (chance * (1 - chance) / len(drawn)) ** 0.5, (i, token, share, chance)
+            assert abs(share - chance) < 4.5 * (chance * (1 - chance) / len(drawn)) ** 0.5, (i, token, share)
         most = int(chances.argmax())
         # those that went on: a match is only of the drafted token, whatever comes behind it
         drawn, line = (

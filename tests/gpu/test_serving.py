@@ -44,4 +44,5 @@ def test_graphs_and_replay_make_the_rounds_of_the_loop(target, half_trained, pro
         sampling = GraphedLoop(target, drafter, max(map(len, prompts)), LIMIT, 1.0, rule)
         drawn = [sampling.decode_speculative(prompts[0], seed).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2] and len(drawn[2]) == LIMIT
-        check_distribution(target, drafter, prompts[0], rule)
+        for temperature in (0.6, 0.3):
+            check_distribution(target, drafter, prompts[0], rule, temperature)

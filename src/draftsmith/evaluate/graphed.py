@@ -148,17 +148,18 @@ class GraphedLoop:
         x = embed(block, target.embedding, spec).to(drafter.fc.weight.dtype)
         hidden = drafter.blocks(x, at, self.context, self._masks(at, slots))
         proposed = to_logits(hidden[1:].to(target.head.dtype) @ target.head.T, spec)
-        drafts = self._choose(proposed) if self.reject else proposed.argmax(-1)
+        q = self._chances(proposed) if self.reject else None
+        drafts = proposed.argmax(-1) if q is None else _draw(q)
         logits, found = self._target(torch.cat([self.token, drafts]), at, keep=0)
-        if self.reject:
-            p = self._chances(logits)
-            right, after = rejection(drafts, self._chances(proposed), p, torch.rand_like(drafts, dtype=p.dtype))
-            choice = _draw(after)  # that behind the last wanted draft is one too many, and cut off
-        else:
+        if q is None:
             choice = self._choose(logits)
             right = drafts == choice[:-1]
+        else:
+            right, after = rejection(drafts, q, self._chances(logits), torch.rand_like(drafts, dtype=q.dtype))
+            choice = _draw(after)  # that behind the last wanted draft is one too many, and cut off
         agreed = (right & (slot[1:] < slots)).long().cumprod(0).sum(0, keepdim=True)
-        choice = torch.where(slot < agreed, torch.cat([drafts, self.token]), choice)
+        if q is not None:
+            choice = torch.where(slot < agreed, torch.cat([drafts, self.token]), choice)
         self._extend(found, at)
         self.said.copy_(torch.cat([choice, agreed]))
         self.token.copy_(choice.gather(0, agreed))
