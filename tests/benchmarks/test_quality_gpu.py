@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import quality_gpu as quality
@@ -210,7 +211,10 @@ def known(monkeypatch):
     monkeypatch.setattr(quality, "Arm", Known)
     monkeypatch.setattr(Known, "begun", [])
     monkeypatch.setattr(quality, "save", lambda *a, **k: None)
-    monkeypatch.setattr(quality.time, "sleep", lambda s: None)
+    monkeypatch.setattr(
+        quality, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: None)
+    )  # a clock that stands
+    monkeypatch.setattr(quality, "commit", lambda: "c")
     return Known
 
 
@@ -226,7 +230,7 @@ def test_arms_are_spread_over_the_gpus_and_no_gpu_has_more_than_asked(tmp_path, 
 
 
 def test_an_arm_is_begun_only_while_there_is_time_for_its_shape_and_steps(tmp_path, known, monkeypatch):
-    monkeypatch.setattr(known, "whole", 150.0)  # it says so; the clock has hardly moved
+    monkeypatch.setattr(known, "whole", 150.0)  # it says so; the clock stands
     quality.run_arms({"long": ["train.steps=4880"], "base": []}, batch(), tmp_path, {}, {})
     assert [a.name for a in known.begun] == ["base"]
     known.begun.clear()
