@@ -53,29 +53,33 @@ PART = 15 << 20
 SLOW = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
 REPEATED = re.compile(r"CUDA warning|coredump:")
 FEW, ALL = "train.anchors=512", ["drafter.num_features=8", "train.anchors=2048"]
-BASE = ("drafter.num_features=5", "train.anchors=1024")
+BASE = ("drafter.num_features=5", "train.anchors=1024", "train.schedule=cosine")
 """What arms have where they do not say otherwise; the rest is the config's."""
-CHOSEN = "8 features, 2048 anchors"
+WSD = "train.schedule=wsd"
+BOTH = "8 features, 2048 anchors"
+CHOSEN = f"{BOTH}, WSD"
 """The arm that examples/smollm2-135m-gpu.yaml is."""
+SERVED = f"{BOTH}, three times the tokens"
+"""The best drafter that was served: its speed-ups stand at the top of the file."""
 PEERS_BESIDE = 2
 """Of the peer's arms on a GPU: of those that ran beside five others most were lost, in a kernel of cuBLAS."""
 PEER = "peer, its own recipe, 1024 anchors"
 ARMS: dict[str, list[str]] = {
     "base": [],
-    f"{CHOSEN}, three times the tokens": [*ALL, "train.steps=3660", "train.accept_every=1220", "train.log_every=122"],
+    SERVED: [*ALL, "train.steps=3660", "train.accept_every=1220", "train.log_every=122"],
     "peer, its own recipe, 8 features, 2048 anchors": ["peer", "own", *ALL],
     "peer, our recipe, 8 features, 2048 anchors": ["peer", "ours", *ALL],
     f"peer, its own recipe, 2048 anchors{SEED}1": ["peer", "own", "train.anchors=2048", "train.seed=1"],
     f"peer, its own recipe, 8 features, 2048 anchors{SEED}1": ["peer", "own", *ALL, "train.seed=1"],
     "a quarter of the data": ["data_dir=data-quarter"],
-    f"{CHOSEN}, WSD": [*ALL, "train.schedule=wsd"],
-    f"{CHOSEN}, WSD{SEED}1": [*ALL, "train.schedule=wsd", "train.seed=1"],
-    f"{CHOSEN}, WSD{SEED}2": [*ALL, "train.schedule=wsd", "train.seed=2"],
+    CHOSEN: [*ALL, WSD],
+    f"{CHOSEN}{SEED}1": [*ALL, WSD, "train.seed=1"],
+    f"{CHOSEN}{SEED}2": [*ALL, WSD, "train.seed=2"],
     "four times the tokens": ["train.steps=4880", "train.accept_every=1220", "train.log_every=244"],
     PEER: ["peer", "own"],
     f"{PEER}{SEED}1": ["peer", "own", "train.seed=1"],
     f"{PEER}{SEED}2": ["peer", "own", "train.seed=2"],
-    CHOSEN: ALL,
+    BOTH: ALL,
     "8 features": ["drafter.num_features=8"],
     "2048 anchors": ["train.anchors=2048"],
     "peer, its own recipe, 2048 anchors": ["peer", "own", "train.anchors=2048"],
@@ -86,10 +90,10 @@ ARMS: dict[str, list[str]] = {
     f"base{SEED}2": ["train.seed=2"],
     f"8 features{SEED}1": ["drafter.num_features=8", "train.seed=1"],
     f"8 features{SEED}2": ["drafter.num_features=8", "train.seed=2"],
-    f"{CHOSEN}{SEED}1": [*ALL, "train.seed=1"],
-    f"{CHOSEN}{SEED}2": [*ALL, "train.seed=2"],
+    f"{BOTH}{SEED}1": [*ALL, "train.seed=1"],
+    f"{BOTH}{SEED}2": [*ALL, "train.seed=2"],
     "FP8 drafter": ["train.fp8=drafter"],
-    "WSD": ["train.schedule=wsd"],
+    "WSD": [WSD],
     "sliding 128": ["drafter.layer_types=sliding", "drafter.sliding_window=128"],
     "3 layers": ["drafter.num_layers=3"],
     "peer, our recipe": ["peer", "ours"],
@@ -321,8 +325,8 @@ def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Best of ours against the best of the peer's recipes on the same data, by the mean of an arm's seeds: the luckiest of
     several would say too much, so ours is one of three seeds where there are such.  Seconds of a run that was alone on the
-    GPU where there is one, beside those of the peer's best run with as many others beside it, which need not be its
-    best of all: ours has to reach the value of that one."""
+    GPU where there is one, of the best recipe of ours that was, beside those of the peer's best run with as many others
+    beside it, which need not be its best of all: ours has to reach the value of that one."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     final = {name: arm["curve"][-1] for name, arm in done.items()}
     equal = [
@@ -342,7 +346,8 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         return final[name] if name else {}
 
     one, other = best([n for n in ours if len(of_seeds(n)) >= 3] or ours), best(peers)
-    timed = f"{one}{ALONE}" if f"{one}{ALONE}" in done else one
+    alone = [n for n in ours if f"{n}{ALONE}" in done]
+    timed = f"{one if one in alone else best(alone)}{ALONE}" if alone else one
     alike = [
         n for n in final
         if timed and n.removesuffix(ALONE) in peers and all(done[n].get(k) == done[timed].get(k) for k in ("beside", "gpus"))
@@ -491,8 +496,8 @@ def serve(
 
 
 def served_by(out: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What a call of `serve` adds to the file: the chosen drafter's figures stand at the top, those of others by name."""
-    if out.get("drafter") in (CHOSEN, None):
+    """What a call of `serve` adds to the file: the best drafter's figures stand at the top, those of others by name."""
+    if out.get("drafter") in (SERVED, None):
         return {"serve": out, **served(out)} if out else {}
     return {"serve_others": {**before.get("serve_others", {}), out["drafter"]: {**out, **served(out)}}}
 
