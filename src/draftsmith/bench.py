@@ -35,6 +35,7 @@ from draftsmith.target.features import TimedFeatures
 from draftsmith.target.model import pick_device
 from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World
+from draftsmith.train.graphed import source_of
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.roles import Clock
 from draftsmith.train.schedule import rows_of_drafter, rows_of_target
@@ -114,6 +115,8 @@ class Bench:
             fields,
         )  # fmt: skip
         compiling.check_fp8(self.config, self.device)
+        self.attention = pick_attention(self.config.train.attention, self.device, self.spec.head_dim, self.dtype)
+        compiling.check_graphs(self.config, self.device, self.attention)
         self.rows = [random_row(shape, self.geometry.vocab, seed) for seed in range(4)]
         blocks = [build_blocks(row, shape.block_size, 0, 1.0, trim=False) for row in self.rows]
         self.trained = float(np.mean([b.counts.sum() for b in blocks]))
@@ -147,15 +150,17 @@ class Bench:
             frozen = Frozen(self.target.embedding, self.target.head)
             self.step = RowStep(
                 model, frozen, self.extract, self.config.train, self.config.loss,  # type: ignore[arg-type]
-                attention=pick_attention(self.config.train.attention, self.device, self.spec.head_dim, self.dtype),
+                attention=self.attention,
                 compute_dtype=self.dtype,
-                compiled=compiled, world=self.world,
+                compiled=compiled, world=self.world, graphs=self.config.compile.graphs,
             )  # fmt: skip
             self.optimizer = make_optimizer(model, self.config.train, one_pass=compiled)
         self.built_seconds = time.monotonic() - begin
         if self.compiler is not None:
             self.compiler.warm_up(self.step, self.extract, self.optimizer if self.step else None)
             self.compiler.arm()
+        if self.step is not None and self.extract is not None:
+            self.step.source = source_of(self.extract, self.config.compile.graphs)
 
     def time_target(self) -> float:
         """Milliseconds a row."""

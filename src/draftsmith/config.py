@@ -259,6 +259,9 @@ class CompileConfig(Section):
     auto: together on a GPU, first on a CPU."""
     cache_dir: Path | None = None
     """Holds one folder per fingerprint; default ~/.cache/draftsmith/compile."""
+    graphs: bool = False
+    """On a GPU: a row's forward and backward pass, and the target's forward, as one CUDA graph each, for models so
+    small that the GPU waits for the host.  Takes memory of its own.  Targets of a split placement run without."""
 
 
 class FloorConfig(Section):

@@ -71,7 +71,13 @@ WITHOUT_OUR_KERNELS = ("train.attention=flex", "loss.softmax=torch")
 PLAIN = ("compile.enabled=false", *WITHOUT_OUR_KERNELS)
 
 
-@pytest.mark.parametrize(("rows", "fields"), [(1, ()), (2, ()), (2, WITHOUT_OUR_KERNELS)])
+GRAPHS = ("compile.graphs=true",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields"),
+    [(1, ()), (2, ()), (2, WITHOUT_OUR_KERNELS), (1, GRAPHS), (2, GRAPHS), (2, (*GRAPHS, "loss.softmax=torch"))],
+)
 def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows, fields):
     compiled = train(built(tmp_path, *fields), 6, rows)
     torch._dynamo.reset()
@@ -81,7 +87,7 @@ def test_compiled_steps_are_the_uncompiled_ones_within_rounding(tmp_path, rows, 
     assert compiled[4] < compiled[0]  # of the same rows
 
 
-@pytest.mark.parametrize("fields", [(), OTHER_FIELDS])
+@pytest.mark.parametrize("fields", [(), OTHER_FIELDS, (*OTHER_FIELDS, *GRAPHS)])
 def test_so_are_those_of_another_drafter_loss_and_optimizer_which_wait_for_nothing_either(tmp_path, fields):
     """Sliding layers and biases; then dpace and Muon too.  Two rows a step."""
     bench = built(tmp_path, *fields, spec=OTHER_DRAFTER)
@@ -96,7 +102,7 @@ def test_so_are_those_of_another_drafter_loss_and_optimizer_which_wait_for_nothi
     assert compiled[4] < compiled[0]  # of the same rows
 
 
-@pytest.mark.parametrize("fields", [(), WITHOUT_OUR_KERNELS])
+@pytest.mark.parametrize("fields", [(), WITHOUT_OUR_KERNELS, GRAPHS])
 def test_nothing_waits_for_the_device_between_log_points(tmp_path, fields):
     check_nothing_waits(built(tmp_path, *fields))
 

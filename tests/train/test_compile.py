@@ -280,6 +280,18 @@ def test_fp8_is_refused_where_there_is_none(target_folder, tmp_path, fields):
     compiling.check_fp8(make_config(target_folder, tmp_path), torch.device("cpu"))
 
 
+def test_graphs_are_refused_where_nothing_is_compiled_or_masks_change_their_shape(target_folder, tmp_path):
+    asked = ("compile.graphs=true", "compile.enabled=true")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    compiling.check_graphs(make_config(target_folder, tmp_path, *asked), cpu, "sdpa")
+    compiling.check_graphs(make_config(target_folder, tmp_path, *asked), gpu, "triton")
+    compiling.check_graphs(make_config(target_folder, tmp_path, "compile.enabled=true"), gpu, "flex")
+    with pytest.raises(InputError, match=r"compile\.graphs: .* this run has train\.attention=flex"):
+        compiling.check_graphs(make_config(target_folder, tmp_path, *asked), gpu, "flex")
+    with pytest.raises(InputError, match=r"compile\.graphs: nothing is compiled here"):
+        compiling.check_graphs(make_config(target_folder, tmp_path, asked[0]), cpu, "sdpa")
+
+
 def test_the_fingerprint_follows_what_compiled_code_depends_on(target_folder, tmp_path, target):
     def parts(*overrides: str) -> dict[str, str]:
         config = make_config(target_folder, tmp_path, *overrides)
@@ -346,6 +358,19 @@ def test_two_processes_start_cold_then_from_the_bundle_and_train_like_eager_ones
     assert warm["cache"] == "restored" and warm["cache_misses"] == 0 and warm["cache_hits"] > 0
     assert curve(first).tolist() == curve(again).tolist()
     torch.testing.assert_close(curve(first), eager, rtol=1e-4, atol=0)
+
+
+def test_two_processes_whose_rows_run_as_graphs_train_like_eager_ones(work, eager, tmp_path):
+    _, path, _ = work
+    out = run(path, "compile.graphs=true", "compile.enabled=false", f"runs_dir={tmp_path}/none", code=2)
+    assert "compile.graphs: nothing is compiled here: set it to false, or compile.enabled=true" in out
+    assert not (tmp_path / "none").exists()
+    out = run(path, "compile.graphs=true", f"runs_dir={tmp_path}/runs")
+    assert "compiling the drafter 2/2" in out
+    graphed = attempts(tmp_path / "runs", "tiny")[0]
+    built = json.loads(graphed.manifest("built", 0).read_text())["built"]
+    assert built["cuda_graphs"] == {"drafter": True, "target": False}  # on a CPU targets see no Intervals
+    torch.testing.assert_close(curve(graphed), eager, rtol=1e-4, atol=0)
 
 
 def test_a_split_that_compiles_together_on_an_empty_cache_trains_like_eager_processes(work, eager, tmp_path):

@@ -152,6 +152,8 @@ def test_settings_that_move_the_rate_are_told_from_those_that_do_not():
         "device",
     ]
     assert changed_settings(one, {**one, "placement": {"drafters": 2}}) == ["placement.drafters"]
+    compiled = {**one, "compile": {"graphs": False, "start": "auto"}}
+    assert changed_settings(compiled, {**one, "compile": {"graphs": True, "start": "first"}}) == ["compile.graphs"]
 
 
 # real runs

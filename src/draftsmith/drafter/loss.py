@@ -50,6 +50,7 @@ def drafter_loss(
     alpha: float = 0.5,
     chunk_rows: int = 512,
     chunk: Chunk | None = None,
+    known_R: Tensor | None = None,
 ) -> LossSums:
     """Loss of the trained slots of one row.
 
@@ -59,14 +60,15 @@ def drafter_loss(
     kind: decay, sum(w * CE) with the given weights, denominator sum(w); or dpace (arXiv 2605.18810), whose weights
     follow from the CE of the block itself, denominator: the number of anchors that count.
     chunk: a compiled `head_chunk`, or `triton_chunk`; the last is then filled up, so that its shape never changes.
+    known_R: bool, where_R is every slot once and only these count: shapes are then the same for all rows.
     """
     weighted, ce_R, correct_R = _FrozenHead.apply(
-        hidden_QH, labels_R, where_R, weights_AB, head_VH, spec, kind, alpha, chunk_rows, chunk
+        hidden_QH, labels_R, where_R, weights_AB, head_VH, spec, kind, alpha, chunk_rows, chunk, known_R
     )
     slot_R = where_R % weights_AB.shape[1]
     sums = [torch.zeros(weights_AB.shape[1], device=ce_R.device, dtype=ce_R.dtype) for _ in range(3)]
     for total, values in zip(sums, (ce_R, correct_R, torch.ones_like(ce_R)), strict=True):
-        total.index_add_(0, slot_R, values)
+        total.index_add_(0, slot_R, values if known_R is None else torch.where(known_R, values, 0.0))
     return LossSums(weighted, *sums)
 
 
@@ -88,13 +90,18 @@ def dpace_weights(ce_AB: Tensor, counts_AB: Tensor, alpha: float) -> Tensor:
     return torch.where(counts_AB, survive.flip(1).cumsum(1).flip(1), 0.0)
 
 
-def _row_weights(ce_R: Tensor, where_R: Tensor, weights_AB: Tensor, kind: str, alpha: float) -> Tensor:
+def _row_weights(
+    ce_R: Tensor, where_R: Tensor, weights_AB: Tensor, kind: str, alpha: float, known_R: Tensor | None
+) -> Tensor:
     if kind == "decay":
         return weights_AB.reshape(-1)[where_R].to(ce_R.dtype)
     ce_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=ce_R.dtype)
     ce_AB[where_R] = ce_R
     counts_AB = torch.zeros(weights_AB.numel(), device=ce_R.device, dtype=torch.bool)
-    counts_AB.index_fill_(0, where_R, True)  # an assigned number is copied to the device, and waited for
+    if known_R is None:
+        counts_AB.index_fill_(0, where_R, True)  # an assigned number is copied to the device, and waited for
+    else:
+        counts_AB.index_copy_(0, where_R, known_R)
     return dpace_weights(ce_AB.view_as(weights_AB), counts_AB.view_as(weights_AB), alpha).reshape(-1)[where_R]
 
 
@@ -112,6 +119,7 @@ class _FrozenHead(torch.autograd.Function):
         alpha: float,
         chunk_rows: int,
         chunk: Chunk | None,
+        known_R: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = len(labels_R)
         fill = -rows % chunk_rows if chunk is not None else 0
@@ -128,7 +136,10 @@ class _FrozenHead(torch.autograd.Function):
             for every, part in zip((ce_R, correct_R, grad_RH, share_R), found, strict=False):
                 every[piece] = part
         ce_R, correct_R, grad_RH, share_R = ce_R[:rows], correct_R[:rows], grad_RH[:rows], share_R[:rows]
-        weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha)
+        if known_R is not None:  # the others' labels are no text: their loss may be Inf
+            ce_R, share_R = (torch.where(known_R, x, 0.0) for x in (ce_R, share_R))
+            grad_RH = grad_RH.masked_fill_(~known_R[:, None], 0.0)
+        weights_R = _row_weights(ce_R, where_R, weights_AB, kind, alpha, known_R)
         ctx.save_for_backward(grad_RH, share_R, weights_R, where_R)
         ctx.queries, ctx.ours = len(hidden_QH), chunk is triton_chunk
         ctx.mark_non_differentiable(ce_R, correct_R)
@@ -141,10 +152,10 @@ class _FrozenHead(torch.autograd.Function):
             from draftsmith.drafter import row_kernels
 
             grad_QH = row_kernels.hidden_gradient(grad_RH, share_R * weights_R * grad, where_R, ctx.queries)
-            return (grad_QH, *(None,) * 9)
+            return (grad_QH, *(None,) * 10)
         grad_QH = grad_RH.new_zeros(ctx.queries, grad_RH.shape[1])
         grad_QH.index_copy_(0, where_R, grad_RH * (weights_R * grad)[:, None].to(grad_RH.dtype))
-        return (grad_QH, *(None,) * 9)
+        return (grad_QH, *(None,) * 10)
 
 
 def head_chunk(

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -179,6 +180,17 @@ class FeatureExtractor:
         for start, end in zip(row.starts, row.starts[1:], strict=False):
             out[start:end] = self.document(tokens_T[start:end])
         return out
+
+    def arrays(self, row: PackedRow) -> tuple[list[np.ndarray], dict[str, Intervals]]:
+        """What `forward` takes, on the host: tokens and positions; masks by kind.  By our kernels only."""
+        return [row.tokens, row.positions], packed_intervals(row, self.target.text_config, torch.device("cpu"))
+
+    @torch.no_grad()
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, masks: dict[str, Intervals]) -> Tensor:
+        """The device's part of `row`, once a row has run."""
+        assert self.intervals is not None
+        self.intervals.update(masks)
+        return self._forward(tokens_T, positions_T, self.compiled, self.stand_in)
 
     def _masks(self, row: PackedRow) -> Any:
         """What transformers hands to the layers; where those see by Intervals, the first row's is as good as any."""

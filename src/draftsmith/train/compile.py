@@ -84,6 +84,16 @@ def check_fp8(config: Config, device: torch.device) -> None:
         raise InputError(f"train.fp8={train.fp8}: with train.features=files no target runs: set it to drafter or off")
 
 
+def check_graphs(config: Config, device: torch.device, attention: str) -> None:
+    """Raises InputError where compile.graphs could not be done.  attention: as pick_attention has it."""
+    if not config.compile.graphs:
+        return
+    if not wanted(config, device):
+        raise InputError("compile.graphs: nothing is compiled here: set it to false, or compile.enabled=true")
+    if device.type == "cuda" and attention != "triton":
+        raise InputError(f"compile.graphs: it needs the masks of our kernels, this run has train.attention={attention}")
+
+
 def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
     """Everything that compiled code depends on, in words."""
     source = hashlib.sha256()
@@ -222,6 +232,9 @@ class Compiler:
                 dtype=step.compute_dtype, device=self.device,
             )  # fmt: skip
             self._drafter(step, row, features)
+            if step.graph is not None:
+                step.graph(row, step.blocks(row), features, 1.0)
+                step.clear()
             self.facts["softmax"] = "triton" if step.chunk is triton_chunk else "torch"
             if self.device.type == "cuda":
                 self.facts["kernels"] = kernels_of(lambda: self._drafter(step, row, features))

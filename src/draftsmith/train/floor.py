@@ -195,6 +195,7 @@ SPEEDLESS = {
     "placement": ("timeout_seconds", "max_restarts"),
     "target": ("model", "revision"),
     "loss": ("gamma", "dpace_alpha"),
+    "compile": ("on_fallback", "start", "cache_dir"),
 }  # fmt: skip
 """Keys of the config that the rate does not depend on; the target itself is compared by last_good."""
 
@@ -202,7 +203,7 @@ SPEEDLESS = {
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Keys on which throughput depends that differ between two configs; a key that one does not know is left out."""
     out = []
-    for section in ("target", "drafter", "loss", "train", "placement"):
+    for section in ("target", "drafter", "loss", "train", "placement", "compile"):
         old, new = before.get(section, {}), now.get(section, {})
         for key in sorted(old.keys() & new.keys() - set(SPEEDLESS.get(section, ()))):
             if old[key] != new[key]:

@@ -53,6 +53,7 @@ from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
 from draftsmith.train.flush import flush
+from draftsmith.train.graphed import GraphedFeatures, source_of
 from draftsmith.train.memory import check_rows_fit
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.roles import Clock, KnownRows, serve, with_anchors
@@ -127,6 +128,8 @@ def prepare(
     compute = settings.compute_dtype if settings.compute_dtype != "auto" else ("bfloat16" if gpu else "float32")
     # refuses before there is a run
     pick_chunk(config.loss.softmax, spec, target.device, getattr(torch, compute), compiled=False)
+    attention = pick_attention(settings.attention, target.device, spec.head_dim, getattr(torch, compute))
+    compiling.check_graphs(config, target.device, attention)
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
     return Plan(
         target=target,
@@ -137,7 +140,7 @@ def prepare(
         prompts=prompts,
         answers=[],
         steps=steps,
-        attention=pick_attention(settings.attention, target.device, spec.head_dim, getattr(torch, compute)),
+        attention=attention,
         compute_dtype=getattr(torch, compute),
         feature_dtype=getattr(torch, stored),
         pins={
@@ -311,7 +314,7 @@ def _run(
     guard = contextlib.nullcontext if compiler is None else compiler.guarded
     row_step = RowStep(
         drafter, frozen, KnownRows([], plan.target.device), settings, config.loss, attention=plan.attention,
-        compute_dtype=plan.compute_dtype, world=world, compiled=compiled,
+        compute_dtype=plan.compute_dtype, world=world, compiled=compiled, graphs=config.compile.graphs,
     )  # fmt: skip
     extract = None
     if world.role == "both":
@@ -337,11 +340,14 @@ def _run(
         "steps": plan.steps,
         "placement": config.placement.model_dump(),
         "compiled": compiler.facts if compiler is not None else None,
+        "cuda_graphs": {"drafter": row_step.graph is not None, "target": isinstance(source, GraphedFeatures)},
         "resumed_from": str(resume_from) if resume_from else None,
         "pins": plan.pins,
     }
     if plan.target.device.type == "cuda" and config.target.forward == "auto" and plan.target.forward == "per_document":
         recorder.fell_back("the target runs one document at a time: packed documents would see each other")
+    if config.compile.graphs and source is extract and plan.target.device.type == "cuda":
+        recorder.fell_back("the target runs without a CUDA graph: it does not attend by our kernels")
     recorder.built(facts, model_folder(config.target), config.store, plan.store.manifest.generation)
     if resume_from is not None:
         for line in recorder.changed_since(RunDir(resume_from.parents[1])):
@@ -435,7 +441,7 @@ def feature_sources(
         rows = (g for g, _ in with_anchors(plan.loader, mine))
         return ReceiveRows(world, rows, shape, plan.feature_dtype, device, config.placement.run_ahead), held
     if settings.features == "online":
-        return extract, extract
+        return source_of(extract, config.compile.graphs), extract
     folder, pins = features_place(plan)
 
     def compute(tell: Callable[[], None]) -> None:

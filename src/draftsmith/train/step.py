@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.config import LossConfig, TrainConfig
-from draftsmith.drafter.attention import build_masks, one_graph, put_all
+from draftsmith.drafter.attention import Mask, build_masks, one_graph, put_all
 from draftsmith.drafter.blocks import BlockBatch, build_blocks, default_gamma
 from draftsmith.drafter.fp8 import TrainedLinear, with_linear
 from draftsmith.drafter.loss import LossSums, default_chunk_rows, drafter_loss, pick_chunk
@@ -25,6 +25,7 @@ from draftsmith.drafter.model import DFlashDrafter, embed, working_copy
 from draftsmith.records import PackedRow
 from draftsmith.target.features import FeatureSource
 from draftsmith.train.dist import World
+from draftsmith.train.graphed import GraphedRow
 from draftsmith.train.optim import OnePassAdamW, clip_factor
 
 
@@ -62,6 +63,7 @@ class RowStep:
     def __init__(
         self, drafter: DFlashDrafter, frozen: Frozen, source: FeatureSource, train: TrainConfig, loss: LossConfig,
         *, attention: str, compute_dtype: torch.dtype, world: World | None = None, compiled: bool = False,
+        graphs: bool = False,
     ) -> None:  # fmt: skip
         self.drafter, self.frozen, self.source = drafter, frozen, source
         self.compiled = compiled
@@ -79,6 +81,7 @@ class RowStep:
         self.device = frozen.head.device
         # where functions are compiled every row has the same shape; an eager CPU run leaves unused anchor slots out
         self.trim = self.device.type == "cpu" and not compiled
+        self.graph = GraphedRow(self) if graphs else None
         self.chunk_rows = loss.chunk_rows or default_chunk_rows(train.anchors, drafter.spec.block_size, compiled)
 
     def blocks(self, row: PackedRow) -> BlockBatch:
@@ -119,25 +122,43 @@ class RowStep:
 
     def run(self, row: PackedRow, blocks: BlockBatch, features_TK: Tensor) -> LossSums:
         """Loss sums of one row with at least one anchor."""
-        spec, device = self.drafter.spec, self.device
+        tensors = put_all(self._arrays(row, blocks), self.device)
+        return self.compute(tensors, self._masks(row, blocks, self.device), features_TK.to(self.compute_dtype))
+
+    def _arrays(self, row: PackedRow, blocks: BlockBatch) -> list[np.ndarray]:
         # slot 0 is never trained: what follows counts slots from 1
         counts, labels = blocks.counts[:, 1:], blocks.labels[:, 1:]
         where = np.flatnonzero(counts)
         # slot 0 holds the anchor, every other slot MASK; rows in a multiple of 16, as 8-bit products want them
         anchors = len(blocks.inputs)
-        masked = np.full(16 - anchors % 16, spec.mask_token_id)
-        distinct, positions_T, positions_P, where_R, labels_R, weights_AB = put_all(
-            [np.append(blocks.inputs[:, 0], masked), row.positions, blocks.positions.reshape(-1), where,
-             labels.reshape(-1)[where], blocks.weights[:, 1:]], device,
-        )  # fmt: skip
-        masks = build_masks(
+        masked = np.full(16 - anchors % 16, self.drafter.spec.mask_token_id)
+        return [np.append(blocks.inputs[:, 0], masked), row.positions, blocks.positions.reshape(-1), where,
+                labels.reshape(-1)[where], blocks.weights[:, 1:]]  # fmt: skip
+
+    def _masks(self, row: PackedRow, blocks: BlockBatch, device: torch.device) -> list[Mask]:
+        spec = self.drafter.spec
+        return build_masks(
             self.attention, blocks.low, blocks.high, len(row.tokens), spec.block_size, spec.windows(), device,
             trained=True, heads=spec.num_heads // spec.num_kv_heads,
         )  # fmt: skip
+
+    def arrays(self, row: PackedRow, blocks: BlockBatch) -> tuple[list[np.ndarray], list[Mask]]:
+        """What `compute` takes, on the host, of the same shapes for every row: all slots, those that count first, and
+        which do."""
+        *first, where, _, weights = self._arrays(row, blocks)
+        counts = blocks.counts[:, 1:].reshape(-1)
+        where = np.append(where, np.flatnonzero(~counts))
+        masks = self._masks(row, blocks, torch.device("cpu"))
+        return [*first, where, blocks.labels[:, 1:].reshape(-1)[where], weights, counts[where]], masks
+
+    def compute(self, tensors: Sequence[Tensor], masks: Sequence[Mask], features_TK: Tensor) -> LossSums:
+        """The device's part of `run`."""
+        spec = self.drafter.spec
+        distinct, positions_T, positions_P, where_R, labels_R, weights_AB, *known = tensors
         x_nH = embed(distinct, self.frozen.embedding, spec)
         hidden_QH = self.trunk(
-            features_TK.to(self.compute_dtype), self.drafter.tables(positions_T), x_nH,
-            self.drafter.tables(positions_P), masks, (anchors, spec.block_size),
+            features_TK, self.drafter.tables(positions_T), x_nH, self.drafter.tables(positions_P), masks,
+            (len(weights_AB), spec.block_size),
         )  # fmt: skip
         sums = drafter_loss(
             hidden_QH.to(self.compute_dtype),
@@ -150,6 +171,7 @@ class RowStep:
             alpha=self.loss.dpace_alpha,
             chunk_rows=self.chunk_rows,
             chunk=self.chunk,
+            known_R=known[0] if known else None,
         )
         by_slot = (F.pad(values, (1, 0)) for values in (sums.ce_B, sums.correct_B, sums.count_B))
         return LossSums(sums.weighted, *by_slot)
@@ -169,9 +191,12 @@ class RowStep:
                 continue
             features = self.source.row(row)
             finite.append(torch.isfinite(torch.stack(torch.aminmax(features))).all())  # one pass
-            one = self.run(row, batch, features)
+            if self.graph is not None:
+                one = self.graph(row, batch, features, total)
+            else:
+                one = self.run(row, batch, features)
+                (one.weighted / total).backward()
             finite_loss.append(torch.isfinite(one.weighted.detach()))
-            (one.weighted / total).backward()
             sums.append(one)
             if len(rows) > 1 or self.world.drafters > 1:
                 self.collect()  # sums in float32
