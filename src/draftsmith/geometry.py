@@ -38,6 +38,7 @@ class Geometry:
 
 GEOMETRIES = {
     "tiny": Geometry(64, 128, 12, 4, 2, 16, 512),
+    "smollm2-135m": Geometry(576, 1536, 30, 9, 3, 64, 49152),
     "small": Geometry(512, 1536, 12, 8, 2, 64, 32000),
     "qwen3-4b": Geometry(2560, 9728, 36, 32, 8, 128, 151936),
     "qwen3-8b": Geometry(4096, 12288, 36, 32, 8, 128, 151936),

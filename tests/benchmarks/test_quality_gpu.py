@@ -68,6 +68,7 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     found["lucky"] = arm((1, 40.0, 2.9))  # one seed, ahead of every mean
     found["other data"] = arm((1, 40.0, 9.0), overrides=("data_dir=elsewhere",))
     assert quality.summary(found)["best"]["ours"] == "base"  # the only one of three seeds
+    assert quality.summary(found)["timed"]["ours"] == "Muon, alone"  # base was never alone
     assert quality.summary({})["seconds_to_peer_final"] is None
     assert "2.500 +- 0.100" in quality.line("Muon", found["Muon"]) and "no GPU" in quality.line("FP8", found["FP8"])
 
@@ -123,6 +124,7 @@ def test_settings_of_an_arm_take_the_place_of_those_of_the_base_and_the_chosen_a
         "own",
         "drafter.num_features=5",
         "train.anchors=512",
+        "train.schedule=cosine",
     ]
     root = Path(quality.__file__).parents[1]
     example = root / "examples/smollm2-135m-gpu.yaml"
@@ -292,19 +294,28 @@ def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machin
     stored = json.loads(text)
     top = {**quality.summary(stored["arms"]), **quality.served(stored["serve"])}
     assert {k: stored[k] for k in top} == top
-    assert stored["best"]["ours"] == stored["serve"]["drafter"] == quality.CHOSEN
+    assert stored["best"]["ours"] == quality.CHOSEN and stored["serve"]["drafter"] == quality.SERVED
+    lengths = {n: a["curve"][-1]["accepted_length"]["pooled"] for n, a in stored["arms"].items() if "curve" in a}
+    assert max(lengths, key=lambda n: lengths[n]) == f"{quality.SERVED}{quality.ALONE}"  # the best drafter of all
+    assert {n: set(s) >= set(quality.served({})) for n, s in stored["serve_others"].items()} == {
+        quality.BOTH: True,
+        "peer, its own recipe, 2048 anchors": True,
+    }
     assert not re.search(r"/(root|opt|usr|home|tmp|work)/", text)
     readme = (quality.STORED.parents[1] / "README.md").read_text()
-    assert f"| {top['accepted_length']['ours']:.2f} (" in readme
-    assert f"| {top['accepted_length']['speculators']:.2f} (" in readme
+    length, seconds = top["accepted_length"], top["seconds"]
+    assert f"| {length['ours']:.2f} (" in readme and f"| {length['speculators']:.2f} (" in readme
     assert (
-        f"{top['seconds']['ours']:.0f} s; at {top['accepted_length']['speculators']:.2f} after {top['seconds_to_peer_final']:.0f} s"
-        in readme
+        f"{seconds['ours']:.0f} s; at {length['speculators']:.2f} after {top['seconds_to_peer_final']:.0f} s" in readme
     )
+    assert f"with 2,048: {seconds['speculators']:.0f} s" in readme
     assert (
-        f"{top['wall_speedup']:.2f} times as fast as plain decoding at T = 0 and {top['wall_speedup_at_1']:.2f} times"
-        in readme
-    )
+        f"{top['wall_speedup']:.2f} times as fast as plain decoding at T = 0 and, at T = 1, "
+        f"{top['wall_speedup_at_1']:.2f} times by the rule `match` and {top['wall_speedup_at_1_by_rejection']:.2f} times"
+    ) in readme
+    document = (quality.STORED.parents[1] / "docs" / "quality.md").read_text()
+    for values in (quality.served(o) for o in (stored["serve"], *stored["serve_others"].values())):
+        assert f"{values['wall_speedup']:.2f}" in document and f"{values['passes_speedup']:.2f}" in document
 
 
 def test_serving_takes_the_exported_folder_of_ours_and_of_a_peer(tmp_path, monkeypatch):
@@ -339,15 +350,15 @@ def test_serving_takes_the_exported_folder_of_ours_and_of_a_peer(tmp_path, monke
     monkeypatch.setattr(quality, "save", lambda found, **more: saved.append(more))
     monkeypatch.setattr(quality, "commit", lambda: "c")
     args = batch(config="c.yaml", fields=[], prompts=3, keep=False)
-    for name, fields in ((quality.CHOSEN, ["train.seed=1"]), ("peer x", ["peer", "own", "train.seed=1"])):
+    for name, fields in ((quality.SERVED, ["train.seed=1"]), ("peer x", ["peer", "own", "train.seed=1"])):
         out = quality.serve(name, fields, args, tmp_path, {}, {"note": "n"})
         assert out["bfloat16, T=0"]["wall_speedup"] == 1.5 and "wall_speedup" not in out["float32, T=0"]
         drafter = tmp_path / name / "exported"
         assert all(f"evaluate.drafter={drafter}" in c and "peer" not in c for c in commands) and len(commands) == 5
         commands.clear()
-    assert exported == [("step_9", tmp_path / quality.CHOSEN / "exported")]
+    assert exported == [("step_9", tmp_path / quality.SERVED / "exported")]
     assert (
-        saved[4]["serve"]["drafter"] == quality.CHOSEN and saved[4]["wall_speedup"] == 1.5 and saved[4]["note"] == "n"
+        saved[4]["serve"]["drafter"] == quality.SERVED and saved[4]["wall_speedup"] == 1.5 and saved[4]["note"] == "n"
     )
     assert "serve" not in saved[-1] and saved[-1]["serve_others"]["peer x"]["wall_speedup"] == 1.5
     one = quality.served_by({"drafter": "a, three times"}, {"serve_others": {"b": {}}})
