@@ -16,6 +16,7 @@ from draftsmith.cli import main
 from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
+from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec
 from draftsmith.plan import available_memory, prepare, row_settings
 from draftsmith.predict import (
     CARDS,
@@ -124,6 +125,32 @@ def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
     assert found.target_seconds == pytest.approx(0.0723, rel=0.02)
     assert found.drafter_seconds == pytest.approx(0.1232, rel=0.02)
     assert found.memory["drafter"]["peak"] / GIB == pytest.approx(22.9, rel=0.08)
+
+
+def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
+    """Widths of SmolLM2-135M: 61 to 74 ms a step were measured, 24 with graphs; kernels 23."""
+    widths = GEOMETRIES["smollm2-135m"]
+    shape = Shape(4096, 2048, 16, 5, 8, documents=12)
+    spec = drafter_spec(widths, shape)
+    small = dense_geometry(
+        layers=30, needed=28, hidden=widths.hidden, intermediate=widths.intermediate, heads=widths.heads,
+        kv_heads=widths.kv_heads, head_dim=widths.head_dim, vocab=widths.vocab, tied=True,
+    )  # fmt: skip
+    row = dataclasses.replace(
+        ROW, row_tokens=4096, anchors=2048, rows_per_step=1, tokens=4096, used=2048, trained=30000,
+        squares=12 * (4096 / 12) ** 2, muon=True,
+    )  # fmt: skip
+
+    def milliseconds(settings: Settings) -> float:
+        return 1e3 / predict(small, spec, settings, H200, 1, (139 * GIB,)).placements[0].rows_per_s
+
+    assert 50 < milliseconds(row) < 74
+    assert milliseconds(dataclasses.replace(row, graphs=True)) < 24
+    large = (
+        predict(QWEN3_8B, DRAFTER, ROW, H200, 1, (139 * GIB,)),
+        predict(QWEN3_8B, DRAFTER, dataclasses.replace(ROW, graphs=True), H200, 1, (139 * GIB,)),
+    )
+    assert large[0].placements == large[1].placements  # there the kernels are the step
 
 
 def test_muons_products_are_those_of_its_step():
@@ -276,7 +303,7 @@ def test_measured_rates_give_back_the_measured_seconds(stored, dtype):
     train = stored.train.model_copy(update={"compute_dtype": dtype})
     work = prepare(stored.model_copy(update={"train": train}))
     rates = measure(work, torch.device("cpu"))
-    assert all(v > 0 for k, v in dataclasses.asdict(rates).items() if not k.endswith("fixed") and k != "muon_flops")
+    assert all(v > 0 for k, v in dataclasses.asdict(rates).items() if not k.endswith(("fixed", "host", "muon_flops")))
     found = predict(work.geometry, work.spec, work.settings, rates, 1, [1e12])
     assert 1e-4 < found.target_seconds < 5 and 1e-4 < found.drafter_seconds < 5
 

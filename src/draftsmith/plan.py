@@ -211,6 +211,7 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         and our_softmax(config.loss.softmax, compiled)
         and why_not_ours(spec) is None
         and wide[train.compute_dtype] <= 4,
+        graphs=config.compile.graphs,
     )
 
 

@@ -83,6 +83,8 @@ class Settings:
     """The optimizer reads a single row's gradients as they come; else they become float32 first."""
     in_place: bool = False
     """The gradient of a chunk's logits takes their memory."""
+    graphs: bool = False
+    """The host asks for a row's kernels at once."""
 
     @property
     def slots(self) -> float:
@@ -110,6 +112,10 @@ class Rates:
     step_fixed: float = 0.0
     muon_flops: float = 0.0
     """Of Muon's products; 0: `optimizer` was measured with them."""
+    target_host: float = 0.0
+    """Seconds that the host takes to ask for the kernels of a layer: no row is faster.  0: measured with the layers."""
+    drafter_host: float = 0.0
+    """Likewise, forward and backward, the loss's share included."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,14 @@ def card_rates(
 
     The defaults give what one H200 took for Qwen3-8B widths, T = 3072, A = 512, B = 16, five layers: 73 ms a row in
     the target's 34 layers, 125 ms a drafter step; and between two H200 126 MB in 0.39 ms, an all-reduce of 4.2 GB in
-    12.3 ms.  AdamW moves 28 bytes a parameter.
+    12.3 ms.  AdamW moves 28 bytes a parameter.  The host of an H200 took 18 to 26 ms for 28 layers of SmolLM2-135M's
+    widths, and 27 to 35 ms for five of its drafter's (benchmarks/results/graphs_h200.json).
     """
     flops = card.bf16 * drafter
-    return Rates(card.bf16 * target, flops, flops, card.copy / 28, card.copy, link, reduce, muon_flops=flops)
+    return Rates(
+        card.bf16 * target, flops, flops, card.copy / 28, card.copy, link, reduce, muon_flops=flops,
+        target_host=0.8e-3, drafter_host=6e-3,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -345,7 +355,9 @@ def _seconds(geometry: Geometry, spec: DrafterSpec, settings: Settings, rates: R
         target = 3 * settings.tokens * spec.hidden_size * len(spec.feature_layers) * settings.feature_bytes / rates.copy
     else:
         target = target_flops(geometry, settings) / rates.target_flops + rates.target_fixed
+        target = max(target, 0.0 if settings.graphs else rates.target_host * geometry.layers)
     drafter = trunk_flops(spec, settings) / rates.drafter_flops + head_flops(spec, settings) / rates.head_flops
+    drafter = max(drafter, 0.0 if settings.graphs else rates.drafter_host * spec.num_layers)
     step = drafter_parameters(spec) / rates.optimizer + rates.step_fixed
     if settings.muon and rates.muon_flops:
         step += muon_flops(spec) / rates.muon_flops
