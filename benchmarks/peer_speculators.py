@@ -31,6 +31,7 @@ import torch
 from draftsmith import env
 from draftsmith.config import Config, load_config
 from draftsmith.data.store import Store
+from draftsmith.drafter.attention import put_all
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.export import write_folder
 from draftsmith.records import DrafterSpec, PackedRow
@@ -122,7 +123,7 @@ def batch(row: PackedRow, features: torch.Tensor, last: torch.Tensor) -> dict[st
         "input_ids": row.tokens, "loss_mask": row.supervised, "document_ids": row.document.astype("int64"),
         "position_ids": row.positions,
     }  # fmt: skip
-    tensors = {name: torch.from_numpy(array)[None].to(device) for name, array in arrays.items()}
+    tensors = dict(zip(arrays, (t[None] for t in put_all(list(arrays.values()), device)), strict=True))
     return {**tensors, "hidden_states": features[None], "verifier_last_hidden_states": last[None]}
 
 

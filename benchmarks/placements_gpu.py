@@ -27,10 +27,11 @@ from typing import Any
 
 from _common import RESULTS, commit, gpus, write_result
 
+from draftsmith.cards import CARDS, card_rates
 from draftsmith.config import parse_config
 from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec, random_row
 from draftsmith.plan import row_settings
-from draftsmith.predict import CARDS, GIB, card_rates, dense_geometry, predict
+from draftsmith.predict import GIB, dense_geometry, predict
 from draftsmith.train.roles import rows_per_second
 
 STORED = Path(__file__).parent / "results"

@@ -508,6 +508,7 @@ def served(out: dict[str, Any]) -> dict[str, Any]:
     warm, by_rejection = (out.get(f"bfloat16, T=1{rule}", {}) for rule in ("", ", reject"))
     parted = narrow.get("parted", [])
     return {
+        "speedups_of": out.get("drafter"),
         "lossless": wide.get("lossless"),
         "parted_in_bfloat16": {
             "answers": len(parted), "within_2_steps": sum((p["gap"] or 0) <= 2 * (p["step"] or 0) for p in parted),

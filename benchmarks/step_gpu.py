@@ -164,8 +164,9 @@ def plan() -> dict[str, Any]:
 
     from draftsmith import plan as planning
     from draftsmith.bench import Bench
+    from draftsmith.cards import CARDS, card_rates
     from draftsmith.geometry import Shape, model_config
-    from draftsmith.predict import CARDS, GIB, card_rates, predict
+    from draftsmith.predict import GIB, predict
     from draftsmith.rates import Work, measure
     from draftsmith.target.model import Target
 

@@ -36,3 +36,14 @@ def test_a_split_ends_and_counts_what_its_targets_made(tmp_path, targets, drafte
 def test_no_step_to_time_is_refused(tmp_path):
     done = bench(tmp_path, "--steps", "0")
     assert done.returncode == 2 and "--steps 0: at least one step is timed" in done.stderr
+
+
+def test_the_parts_of_a_step_that_runs_as_a_graph_are_not_told(tmp_path):
+    """They would be those of steps without."""
+    compiled = "compile.graphs=true", "compile.enabled=true", f"compile.cache_dir={tmp_path}/cache"
+    done = bench(tmp_path, *compiled)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["drafter_parts_ms"] == {} and found["drafter_step_ms"] > 0 and found["target_ms"] > 0
+    refused = bench(tmp_path, "compile.graphs=true")
+    assert refused.returncode == 2 and "compile.graphs: nothing is compiled here" in refused.stderr

@@ -31,11 +31,11 @@ from draftsmith.errors import InputError
 from draftsmith.geometry import GEOMETRIES, RandomRows, Shape, drafter_spec, random_row, random_target, work
 from draftsmith.records import PackedRow
 from draftsmith.target.extract import FeatureExtractor
-from draftsmith.target.features import TimedFeatures
+from draftsmith.target.features import FeatureSource, TimedFeatures
 from draftsmith.target.model import pick_device
 from draftsmith.train import compile as compiling
+from draftsmith.train import graphed
 from draftsmith.train.dist import World
-from draftsmith.train.graphed import source_of
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.roles import Clock
 from draftsmith.train.schedule import rows_of_drafter, rows_of_target
@@ -116,7 +116,7 @@ class Bench:
         )  # fmt: skip
         compiling.check_fp8(self.config, self.device)
         self.attention = pick_attention(self.config.train.attention, self.device, self.spec.head_dim, self.dtype)
-        compiling.check_graphs(self.config, self.device, self.attention)
+        graphed.check(self.config, self.device, self.attention, compiling.wanted(self.config, self.device))
         self.rows = [random_row(shape, self.geometry.vocab, seed) for seed in range(4)]
         blocks = [build_blocks(row, shape.block_size, 0, 1.0, trim=False) for row in self.rows]
         self.trained = float(np.mean([b.counts.sum() for b in blocks]))
@@ -132,6 +132,7 @@ class Bench:
         self.target = random_target(self.geometry, layers, self.device, self.dtype)
         self.extract = FeatureExtractor(self.target, self.spec.feature_layers, self.dtype) if target else None
         self.step: RowStep | None = None
+        self.source: FeatureSource | None = self.extract
         compiled = compiling.wanted(self.config, self.device)
         if compiled:
             self.compiler = compiling.Compiler(
@@ -159,18 +160,20 @@ class Bench:
         if self.compiler is not None:
             self.compiler.warm_up(self.step, self.extract, self.optimizer if self.step else None)
             self.compiler.arm()
-        if self.step is not None and self.extract is not None:
-            self.step.source = source_of(self.extract, self.config.compile.graphs)
+            self.source = self.compiler.source or self.extract
+        if self.step is not None and self.source is not None:
+            self.step.source = self.source
 
     def time_target(self) -> float:
         """Milliseconds a row."""
-        assert self.extract is not None
-        rows = self._endless()
+        assert self.source is not None
+        source, rows = self.source, self._endless()
         calls = STEPS_TOGETHER if self.device.type == "cuda" else 1
-        return timed(lambda: self.extract.row(next(rows)), self.device, calls=calls)  # type: ignore[union-attr]
+        return timed(lambda: source.row(next(rows)), self.device, calls=calls)
 
     def time_drafter(self) -> dict[str, float]:
-        """Milliseconds of a step of one row on given features, whole and by part, and its peak memory."""
+        """Milliseconds of a step of one row on given features, whole and (a graph has none) by part, and its peak
+        memory."""
         step, device = self.step, self.device
         assert step is not None
         width = len(self.spec.feature_layers) * self.spec.hidden_size
@@ -185,6 +188,9 @@ class Bench:
         out = {"step_ms": whole}
         if device.type == "cuda":
             out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if step.graph is not None:
+            step.source = source
+            return out
         row = self.rows[0]
         blocks = step.blocks(row)
         out["forward_loss_ms"] = timed(lambda: step.run(row, blocks, features), device, calls=calls)
@@ -239,7 +245,7 @@ class Bench:
             return {}
         step = self.step
         assert step is not None
-        source: Any = self.extract
+        source: Any = self.source
         if world.role == "drafter":
             shape = (self.shape.row_tokens, self.shape.features * self.geometry.hidden)
             asked = (g for s in range(warm + steps + tail) for g in self._mine(s))

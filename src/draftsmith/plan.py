@@ -20,17 +20,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.cards import CARDS, card_rates
 from draftsmith.config import Config
 from draftsmith.data.store import Store
 from draftsmith.drafter.loss import default_chunk_rows, our_softmax, why_not_ours
 from draftsmith.errors import InputError
 from draftsmith.predict import (
-    CARDS,
     GIB,
     Geometry,
     Prediction,
     Settings,
-    card_rates,
     memory,
     predict,
     resized,

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.cards import Rates
 from draftsmith.config import Config
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.loss import drafter_loss, pick_chunk
 from draftsmith.drafter.model import DFlashDrafter
-from draftsmith.predict import Geometry, Rates, Settings, head_flops, target_flops, trunk_flops
+from draftsmith.predict import Geometry, Settings, head_flops, target_flops, trunk_flops
 from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.model import Target

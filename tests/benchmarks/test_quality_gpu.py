@@ -308,7 +308,7 @@ def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machin
     assert (
         f"{seconds['ours']:.0f} s; at {length['speculators']:.2f} after {top['seconds_to_peer_final']:.0f} s" in readme
     )
-    assert f"with 2,048: {seconds['speculators']:.0f} s" in readme
+    assert f"with 2,048, the second: {seconds['speculators']:.0f} s" in readme
     assert (
         f"{top['wall_speedup']:.2f} times as fast as plain decoding at T = 0 and, at T = 1, "
         f"{top['wall_speedup_at_1']:.2f} times by the rule `match` and {top['wall_speedup_at_1_by_rejection']:.2f} times"

@@ -25,6 +25,7 @@ from draftsmith.predict import memory
 from draftsmith.rundir import attempts
 from draftsmith.target.model import drafter_spec
 from draftsmith.train import compile as compiling
+from draftsmith.train import graphed
 from draftsmith.train.dist import World
 from draftsmith.train.loop import train
 
@@ -281,15 +282,30 @@ def test_fp8_is_refused_where_there_is_none(target_folder, tmp_path, fields):
 
 
 def test_graphs_are_refused_where_nothing_is_compiled_or_masks_change_their_shape(target_folder, tmp_path):
-    asked = ("compile.graphs=true", "compile.enabled=true")
+    config = make_config(target_folder, tmp_path, "compile.graphs=true")
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    compiling.check_graphs(make_config(target_folder, tmp_path, *asked), cpu, "sdpa")
-    compiling.check_graphs(make_config(target_folder, tmp_path, *asked), gpu, "triton")
-    compiling.check_graphs(make_config(target_folder, tmp_path, "compile.enabled=true"), gpu, "flex")
+    graphed.check(config, cpu, "sdpa", True)
+    graphed.check(config, gpu, "triton", True)
+    graphed.check(make_config(target_folder, tmp_path), gpu, "flex", False)
     with pytest.raises(InputError, match=r"compile\.graphs: .* this run has train\.attention=flex"):
-        compiling.check_graphs(make_config(target_folder, tmp_path, *asked), gpu, "flex")
+        graphed.check(config, gpu, "flex", True)
     with pytest.raises(InputError, match=r"compile\.graphs: nothing is compiled here"):
-        compiling.check_graphs(make_config(target_folder, tmp_path, asked[0]), cpu, "sdpa")
+        graphed.check(config, cpu, "sdpa", False)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_target_without_a_graph_is_said_and_recorded_on_a_gpu(made, monkeypatch, captured):
+    compiler, said, recorded = made("compile.graphs=true")
+    extract, step = object(), object()
+    monkeypatch.setattr(graphed, "capture_all", lambda *given: "source" if captured and given[1] is extract else None)
+    monkeypatch.setattr(compiling.Compiler, "device", torch.device("cuda"))
+    compiler._as_graphs(step, extract)
+    assert compiler.facts["cuda_graphs"] == {"drafter": True, "target": captured}
+    assert len(recorded) == (0 if captured else 1) and said[0] == "rows run as CUDA graphs"
+    assert all("the target runs without a CUDA graph" in line for line in (*recorded, *said[1:]))
+    recorded.clear()
+    compiler._as_graphs(step, None)  # a drafter of a split
+    assert recorded == [] and compiler.source is None
 
 
 def test_the_fingerprint_follows_what_compiled_code_depends_on(target_folder, tmp_path, target):
@@ -367,10 +383,10 @@ def test_two_processes_whose_rows_run_as_graphs_train_like_eager_ones(work, eage
     assert not (tmp_path / "none").exists()
     out = run(path, "compile.graphs=true", f"runs_dir={tmp_path}/runs")
     assert "compiling the drafter 2/2" in out
-    graphed = attempts(tmp_path / "runs", "tiny")[0]
-    built = json.loads(graphed.manifest("built", 0).read_text())["built"]
-    assert built["cuda_graphs"] == {"drafter": True, "target": False}  # on a CPU targets see no Intervals
-    torch.testing.assert_close(curve(graphed), eager, rtol=1e-4, atol=0)
+    ended = attempts(tmp_path / "runs", "tiny")[0]
+    assert "on a CPU rows use fixed memory, without a graph" in out
+    assert facts(ended)["cuda_graphs"] == {"drafter": False, "target": False}
+    torch.testing.assert_close(curve(ended), eager, rtol=1e-4, atol=0)
 
 
 def test_a_split_that_compiles_together_on_an_empty_cache_trains_like_eager_processes(work, eager, tmp_path):

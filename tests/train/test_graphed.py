@@ -15,7 +15,9 @@ from draftsmith.config import LossConfig, TrainConfig
 from draftsmith.drafter.intervals import Intervals
 from draftsmith.drafter.loss import drafter_loss, head_chunk
 from draftsmith.drafter.model import DFlashDrafter
-from draftsmith.train.graphed import GraphedFeatures, GraphedRow, Inputs, source_of
+from draftsmith.errors import InputError
+from draftsmith.target.packed import packed_intervals
+from draftsmith.train.graphed import GraphedFeatures, GraphedRow, Inputs, capture_all
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.step import Frozen, RowStep
 
@@ -33,7 +35,9 @@ class Features:
         return self.held.copy_(torch.randn(96, 64, generator=torch.Generator().manual_seed(row.index)))
 
 
-def make_step(kind: str, dtype: torch.dtype, optimizer: str) -> tuple[RowStep, torch.optim.Optimizer]:
+def make_step(
+    kind: str, dtype: torch.dtype, optimizer: str, one_pass: bool = False
+) -> tuple[RowStep, torch.optim.Optimizer]:
     drafter = DFlashDrafter(make_spec(layer_types=("full", "sliding"), sliding_window=9)).initialize(0)
     generator = torch.Generator().manual_seed(4)
     frozen = Frozen(*(torch.randn(40, 32, generator=generator).to(dtype) for _ in range(2)))
@@ -42,14 +46,15 @@ def make_step(kind: str, dtype: torch.dtype, optimizer: str) -> tuple[RowStep, t
         drafter, frozen, Features(), train, LossConfig(kind=kind, chunk_rows=5), attention="dense", compute_dtype=dtype
     )
     step.trim = False  # as where functions are compiled
-    return step, make_optimizer(drafter, train)
+    return step, make_optimizer(drafter, train, one_pass=one_pass)
 
 
-@pytest.mark.parametrize(("rows", "optimizer"), [(1, "adamw"), (3, "muon")])
+@pytest.mark.parametrize(("rows", "optimizer"), [(1, "adamw"), (3, "adamw"), (3, "muon")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
 def test_steps_of_graphed_rows_are_those_of_rows_as_they_come(kind, dtype, rows, optimizer):
-    (one, first), (other, second) = (make_step(kind, dtype, optimizer) for _ in range(2))
+    # AdamW in one pass takes a single row's gradients as they come
+    (one, first), (other, second) = (make_step(kind, dtype, optimizer, one_pass=True) for _ in range(2))
     other.graph = GraphedRow(other)
     for number in range(4):
         batch = [ROWS[(number * rows + i) % 4] for i in range(rows)]
@@ -128,10 +133,9 @@ def test_inputs_stay_where_they_are_and_refuse_other_shapes():
     inputs.fill([a[::-1] for a in arrays])
     assert places == [t.data_ptr() for t in inputs.tensors]
     assert all(np.array_equal(t.numpy(), a[::-1]) for t, a in zip(inputs.tensors, arrays, strict=True))
-    with pytest.raises(ValueError, match=r"shapes \[\(4,\)"):
-        inputs.fill([np.arange(4), *arrays[1:]])
-    with pytest.raises(ValueError, match="where a graph has"):
-        inputs.fill([np.arange(3, dtype=np.int32), *arrays[1:]])
+    for other in (np.arange(4), np.arange(3, dtype=np.int32)):
+        with pytest.raises(AssertionError, match="of one shape"):
+            inputs.fill([other, *arrays[1:]])
 
 
 class Extract:
@@ -139,6 +143,7 @@ class Extract:
 
     def __init__(self) -> None:
         self.intervals: dict | None = {}
+        self.compiled: object = "layers"
         self.target = SimpleNamespace(device=torch.device("cpu"))
         self.plain = 0
 
@@ -158,15 +163,38 @@ class Extract:
 
 def test_features_of_the_next_row_take_the_place_of_a_rows():
     plain, extract = Extract(), Extract()
-    source = source_of(extract, True)
-    assert isinstance(source, GraphedFeatures)
+    source = GraphedFeatures(extract)
     seen = [source.row(row) for row in ROWS]
     assert len({t.data_ptr() for t in seen}) == 1 and extract.plain == 1
     for row in (*ROWS, ROWS[0]):
         assert torch.equal(source.row(row), plain.row(row))
-    without = Extract()
-    without.intervals = None
-    assert source_of(extract, False) is extract and source_of(without, True) is without
+
+
+def test_a_target_is_captured_only_where_it_is_compiled_with_our_kernels():
+    step, _ = make_step("decay", torch.float32, "adamw")
+    step.graph = GraphedRow(step)
+    compiled, uncompiled, flex = Extract(), Extract(), Extract()
+    uncompiled.compiled, flex.intervals = None, None
+    source = capture_all(step, compiled, ROWS[0])
+    assert isinstance(source, GraphedFeatures) and source.again is not None and step.graph.again is not None
+    assert all(p.grad is None for p in step.drafter.parameters())
+    assert [capture_all(step, other, ROWS[0]) for other in (None, uncompiled, flex)] == [None] * 3
+    compiled.forward = lambda *given: 1 / 0
+    with pytest.raises(InputError, match=r"compile\.graphs: the target .* \(division by zero\): set it to false"):
+        capture_all(step, compiled, ROWS[0])
+
+
+def test_the_masks_of_a_target_have_one_shape_whatever_its_documents_are(target):
+    rows = [make_row(lengths, [], 96, [], 4) for lengths in ([96], [40, 30], [8] * 12, [])]
+    for text in (
+        target.text_config,
+        SimpleNamespace(layer_types=["sliding_attention"], sliding_window=9, num_attention_heads=4),
+    ):
+        shapes = [
+            {kind: [x.shape for x in mask] for kind, mask in packed_intervals(row, text, torch.device("cpu")).items()}
+            for row in rows
+        ]
+        assert shapes[1:] == shapes[:-1] and shapes[0]
 
 
 def test_copies_of_the_sums_outlive_the_next_row():

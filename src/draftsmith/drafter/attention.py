@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,14 +52,30 @@ def put_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """As `put`, all in one transfer."""
     if device.type != "cuda":
         return [torch.from_numpy(a).to(device) for a in arrays]
-    ends = np.cumsum([-(-a.nbytes // 64) * 64 for a in arrays])
-    host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
-    places = [(int(end) - -(-a.nbytes // 64) * 64, a) for end, a in zip(ends, arrays, strict=True)]
-    for at, a in places:
-        host.numpy()[at : at + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
-    there = host.to(device, non_blocking=True)
+    places, total = places_of(arrays)
+    host = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    fill(host, places, arrays)
+    return views(host.to(device, non_blocking=True), places, arrays)
+
+
+def places_of(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """Where each begins in bytes that hold them one after the other, aligned to 64; and how many bytes those are."""
+    sizes = [-(-a.nbytes // 64) * 64 for a in arrays]
+    return [0, *itertools.accumulate(sizes[:-1])], sum(sizes)
+
+
+def fill(host: Tensor, places: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+    into = host.numpy()
+    for at, a in zip(places, arrays, strict=True):
+        into[at : at + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+
+
+def views(there: Tensor, places: Sequence[int], arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Tensors of the arrays' kinds and shapes in such bytes."""
     kinds = [torch.from_numpy(np.empty(0, a.dtype)).dtype for a in arrays]
-    return [there[at : at + a.nbytes].view(kind).view(a.shape) for (at, a), kind in zip(places, kinds, strict=True)]
+    return [
+        there[at : at + a.nbytes].view(kind).view(a.shape) for at, a, kind in zip(places, arrays, kinds, strict=True)
+    ]
 
 
 def pick_attention(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> str:

@@ -38,7 +38,7 @@ from draftsmith.records import DrafterSpec, PackedRow
 from draftsmith.rundir import RunDir
 from draftsmith.target.extract import FeatureExtractor
 from draftsmith.target.model import Target
-from draftsmith.train import compile_cache, optim
+from draftsmith.train import compile_cache, graphed, optim
 from draftsmith.train.dist import World, out_of_memory
 from draftsmith.train.memory import process_memory
 from draftsmith.train.optim import OnePassAdamW
@@ -82,16 +82,6 @@ def check_fp8(config: Config, device: torch.device) -> None:
         raise InputError(f"train.fp8={train.fp8}: 8-bit products take train.anchors={train.anchors} in multiples of 16")
     if train.features == "files" and train.fp8 != "drafter":
         raise InputError(f"train.fp8={train.fp8}: with train.features=files no target runs: set it to drafter or off")
-
-
-def check_graphs(config: Config, device: torch.device, attention: str) -> None:
-    """Raises InputError where compile.graphs could not be done.  attention: as pick_attention has it."""
-    if not config.compile.graphs:
-        return
-    if not wanted(config, device):
-        raise InputError("compile.graphs: nothing is compiled here: set it to false, or compile.enabled=true")
-    if device.type == "cuda" and attention != "triton":
-        raise InputError(f"compile.graphs: it needs the masks of our kernels, this run has train.attention={attention}")
 
 
 def parts(config: Config, spec: DrafterSpec, target: Target) -> dict[str, str]:
@@ -156,6 +146,8 @@ class Compiler:
     folder: Path = field(init=False)
     facts: dict[str, Any] = field(default_factory=dict)
     graphs: dict[str, int] = field(default_factory=dict)
+    source: graphed.GraphedFeatures | None = None
+    """The target's features as a graph, after the warm-up, where compile.graphs is on."""
 
     def __post_init__(self) -> None:
         """Put the cache in its place and watch for dense attention: before anything is compiled or run."""
@@ -208,6 +200,8 @@ class Compiler:
             try:
                 with self._explained():
                     self._compile_all(step, extract)
+                    if self.config.compile.graphs and step is not None:
+                        self._as_graphs(step, extract)
                     if isinstance(optimizer, OnePassAdamW) and step is not None:
                         warm_optimizer(step, optimizer)
             finally:
@@ -232,13 +226,24 @@ class Compiler:
                 dtype=step.compute_dtype, device=self.device,
             )  # fmt: skip
             self._drafter(step, row, features)
-            if step.graph is not None:
-                step.graph(row, step.blocks(row), features, 1.0)
-                step.clear()
             self.facts["softmax"] = "triton" if step.chunk is triton_chunk else "torch"
             if self.device.type == "cuda":
                 self.facts["kernels"] = kernels_of(lambda: self._drafter(step, row, features))
                 check_kernels(self.facts["kernels"], step.attention, self.facts["softmax"])
+
+    def _as_graphs(self, step: RowStep, extract: FeatureExtractor | None) -> None:
+        gpu, line = (
+            self.device.type == "cuda",
+            "the target runs without a CUDA graph: it is not compiled with our kernels",
+        )
+        self.source = graphed.capture_all(step, extract, made_up_row(self.config, self.spec.block_size))
+        self.facts["cuda_graphs"] = {"drafter": gpu, "target": gpu and self.source is not None}
+        self.say(
+            "rows run as CUDA graphs" if gpu else "compile.graphs: on a CPU rows use fixed memory, without a graph"
+        )
+        if gpu and extract is not None and self.source is None:
+            self.say(line)
+            self.fell_back(line)
 
     def _target(self, extract: FeatureExtractor, row: PackedRow) -> None:
         asked = self.config.train.attention

@@ -14,23 +14,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.drafter.attention import Mask
+from draftsmith.drafter.attention import Mask, fill, places_of, views
 from draftsmith.drafter.blocks import BlockBatch
 from draftsmith.drafter.intervals import Intervals
 from draftsmith.drafter.loss import LossSums
+from draftsmith.errors import InputError
 from draftsmith.records import PackedRow
+from draftsmith.train.dist import out_of_memory
 
 if TYPE_CHECKING:
+    from draftsmith.config import Config
     from draftsmith.target.extract import FeatureExtractor
-    from draftsmith.target.features import FeatureSource
     from draftsmith.train.step import RowStep
 
-ALIGNED = 64
+
+def check(config: Config, device: torch.device, attention: str, compiled: bool) -> None:
+    """Raises InputError where compile.graphs could not be done.  attention: as pick_attention has it."""
+    if config.compile.graphs and not compiled:
+        raise InputError("compile.graphs: nothing is compiled here: set it to false, or compile.enabled=true")
+    if config.compile.graphs and device.type == "cuda" and attention != "triton":
+        raise InputError(f"compile.graphs: it needs the masks of our kernels, this run has train.attention={attention}")
 
 
-def source_of(extract: FeatureExtractor, graphs: bool) -> FeatureSource:
-    """The features of a process that trains with its own target."""
-    return GraphedFeatures(extract) if graphs and extract.intervals is not None else extract
+def capture_all(step: RowStep, extract: FeatureExtractor | None, row: PackedRow) -> GraphedFeatures | None:
+    """Capture what rows like this one run; the features' graph, None if there is no target or it is not compiled with
+    our kernels.  Raises InputError for a target that cannot be captured."""
+    assert step.graph is not None
+    spec, source = step.drafter.spec, None
+    width = len(spec.feature_layers) * spec.hidden_size
+    step.graph(row, step.blocks(row), torch.zeros(len(row.tokens), width, device=step.device), 1.0)
+    step.clear()
+    if extract is not None and extract.compiled is not None and extract.intervals is not None:
+        source = GraphedFeatures(extract)
+        try:
+            source.row(row)
+        except Exception as error:  # whatever a model's code does that a capture does not allow
+            if out_of_memory(error):
+                raise
+            what = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise InputError(
+                f"compile.graphs: the target does not run as a CUDA graph ({what}): set it to false"
+            ) from error
+    return source
 
 
 class Inputs:
@@ -38,23 +63,16 @@ class Inputs:
 
     def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
         self.kinds = [(a.dtype, a.shape) for a in arrays]
-        ends = np.cumsum([-(-a.nbytes // ALIGNED) * ALIGNED for a in arrays])
-        self.places = [int(end) - -(-a.nbytes // ALIGNED) * ALIGNED for end, a in zip(ends, arrays, strict=True)]
-        self.there = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
-        self.tensors = [
-            self.there[at : at + a.nbytes].view(torch.from_numpy(np.empty(0, a.dtype)).dtype).view(a.shape)
-            for at, a in zip(self.places, arrays, strict=True)
-        ]
+        self.places, total = places_of(arrays)
+        self.there = torch.empty(total, dtype=torch.uint8, device=device)
+        self.tensors = views(self.there, self.places, arrays)
         self.fill(arrays)
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """In one transfer, which is not waited for.  Raises ValueError for other shapes than before."""
-        if [(a.dtype, a.shape) for a in arrays] != self.kinds:
-            raise ValueError(f"shapes {[a.shape for a in arrays]} where a graph has {[s for _, s in self.kinds]}")
+        """In one transfer, which is not waited for."""
+        assert [(a.dtype, a.shape) for a in arrays] == self.kinds, "a graph's rows are of one shape"
         host = torch.empty(len(self.there), dtype=torch.uint8, pin_memory=self.there.is_cuda)
-        into = host.numpy()
-        for at, a in zip(self.places, arrays, strict=True):
-            into[at : at + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        fill(host, self.places, arrays)
         self.there.copy_(host, non_blocking=True)
 
 
@@ -90,7 +108,7 @@ def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callabl
             function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may receive rows meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks its events meanwhile
         results = function()
     return graph.replay, results
 

@@ -48,12 +48,11 @@ from draftsmith.target.model import (
     weights_fingerprint,
 )
 from draftsmith.tracking import Tracker
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, graphed
 from draftsmith.train import compile as compiling
 from draftsmith.train.dist import World, agree
 from draftsmith.train.dist import world as join
 from draftsmith.train.flush import flush
-from draftsmith.train.graphed import GraphedFeatures, source_of
 from draftsmith.train.memory import check_rows_fit
 from draftsmith.train.optim import make_optimizer, rate, set_rate
 from draftsmith.train.roles import Clock, KnownRows, serve, with_anchors
@@ -129,7 +128,7 @@ def prepare(
     # refuses before there is a run
     pick_chunk(config.loss.softmax, spec, target.device, getattr(torch, compute), compiled=False)
     attention = pick_attention(settings.attention, target.device, spec.head_dim, getattr(torch, compute))
-    compiling.check_graphs(config, target.device, attention)
+    graphed.check(config, target.device, attention, compiling.wanted(config, target.device))
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
     return Plan(
         target=target,
@@ -324,7 +323,8 @@ def _run(
         compiler.arm(run if world.first else None)
     if world.first:
         world.publish("begin", {"run": str(run.path), "first": rows_before, "last": end})
-    source, heldout_source = feature_sources(config, plan, tracker, world, extract, first, rows_before)
+    online = extract if compiler is None else compiler.source or extract
+    source, heldout_source = feature_sources(config, plan, tracker, world, online, extract, first, rows_before)
     clock = Clock(world, source, plan.target.device)
     row_step.source = clock.features
     parameters = sum(p.numel() for p in drafter.parameters())
@@ -340,14 +340,11 @@ def _run(
         "steps": plan.steps,
         "placement": config.placement.model_dump(),
         "compiled": compiler.facts if compiler is not None else None,
-        "cuda_graphs": {"drafter": row_step.graph is not None, "target": isinstance(source, GraphedFeatures)},
         "resumed_from": str(resume_from) if resume_from else None,
         "pins": plan.pins,
     }
     if plan.target.device.type == "cuda" and config.target.forward == "auto" and plan.target.forward == "per_document":
         recorder.fell_back("the target runs one document at a time: packed documents would see each other")
-    if config.compile.graphs and source is extract and plan.target.device.type == "cuda":
-        recorder.fell_back("the target runs without a CUDA graph: it does not attend by our kernels")
     recorder.built(facts, model_folder(config.target), config.store, plan.store.manifest.generation)
     if resume_from is not None:
         for line in recorder.changed_since(RunDir(resume_from.parents[1])):
@@ -419,8 +416,8 @@ def features_place(plan: Plan) -> tuple[Path, dict[str, str]]:
 
 
 def feature_sources(
-    config: Config, plan: Plan, tracker: Tracker, world: World, extract: FeatureExtractor | None, first: int,
-    rows_before: int,
+    config: Config, plan: Plan, tracker: Tracker, world: World, online: FeatureSource | None,
+    extract: FeatureExtractor | None, first: int, rows_before: int,
 ) -> tuple[FeatureSource, FeatureSource]:  # fmt: skip
     """Where the features of training rows and of held-out rows come from: this process's own target, files beside the
     store (computed once, by rank 0, if they are not there yet), or the targets of a split placement."""
@@ -441,7 +438,7 @@ def feature_sources(
         rows = (g for g, _ in with_anchors(plan.loader, mine))
         return ReceiveRows(world, rows, shape, plan.feature_dtype, device, config.placement.run_ahead), held
     if settings.features == "online":
-        return source_of(extract, config.compile.graphs), extract
+        return online or extract, extract
     folder, pins = features_place(plan)
 
     def compute(tell: Callable[[], None]) -> None:
