@@ -66,6 +66,7 @@ PEERS_BESIDE = 2
 PEER = "peer, its own recipe, 1024 anchors"
 ARMS: dict[str, list[str]] = {
     "base": [],
+    f"{CHOSEN}, graphs": [*ALL, WSD, "compile.graphs=true"],
     SERVED: [*ALL, "train.steps=3660", "train.accept_every=1220", "train.log_every=122"],
     "peer, its own recipe, 8 features, 2048 anchors": ["peer", "own", *ALL],
     "peer, our recipe, 8 features, 2048 anchors": ["peer", "ours", *ALL],
