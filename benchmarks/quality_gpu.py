@@ -346,6 +346,14 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     def point(name: str | None) -> dict[str, Any]:
         return final[name] if name else {}
 
+    def categories(name: str | None) -> dict[str, float]:
+        seeds = [final[n]["by_category"] for n in final if name and is_seed(n, name)]
+        return {c: statistics.mean(s[c]["pooled"] for s in seeds) for c in (seeds[0] if seeds else ())}
+
+    def spread(name: str | None) -> float | None:
+        """Over prompts, of one run, on average."""
+        return statistics.mean(final[n]["spread"]["all"] for n in final if is_seed(n, name)) if name else None
+
     one, other = best([n for n in ours if len(of_seeds(n)) >= 3] or ours), best(peers)
     alone = [n for n in ours if f"{n}{ALONE}" in done]
     timed = f"{one if one in alone else best(alone)}{ALONE}" if alone else one
@@ -359,11 +367,8 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         "best": {"ours": one, "speculators": other},
         "accepted_length": {"ours": mine, "speculators": theirs},
         "accepted_length_of_seeds": {"ours": of_seeds(one), "speculators": of_seeds(other)},
-        "spread": {"ours": point(one).get("spread", {}).get("all"), "speculators": point(other).get("spread", {}).get("all")},
-        "by_category": {
-            "ours": {c: v["pooled"] for c, v in point(one).get("by_category", {}).items()},
-            "speculators": {c: v["pooled"] for c, v in point(other).get("by_category", {}).items()},
-        },
+        "spread": {"ours": spread(one), "speculators": spread(other)},
+        "by_category": {"ours": categories(one), "speculators": categories(other)},
         "tokens": point(one).get("tokens"),
         "timed": {"ours": timed, "speculators": their_timed},
         "arms_at_once": done[timed]["beside"] if timed else None,

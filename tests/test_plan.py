@@ -152,6 +152,9 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     assert 1e3 / split[1].rows_per_s == pytest.approx(28 * 0.8)  # a target of a split has no graph
     assert split[0].rows_per_s < split[1].rows_per_s and sum(split[0].need) < sum(split[1].need)
     graphed = dataclasses.replace(ROW, graphs=True)
+    online, files = (memory(small, spec, dataclasses.replace(row, graphs=True, files=f), 1) for f in (False, True))
+    assert online["colocated"]["graphs"] > files["colocated"]["graphs"] > 0 and "graphs" not in online["target"]
+    assert online["drafter"]["gradients"] == 6 * drafter_parameters(spec)  # a graph's stay while Muon's sums are made
     large = [predict(QWEN3_8B, DRAFTER, r, H200, 1, (139 * GIB,)).placements[0] for r in (ROW, graphed)]
     assert large[0].rows_per_s == large[1].rows_per_s  # there the kernels are the step
     assert large[0].need < large[1].need

@@ -187,7 +187,7 @@ class Bench:
         whole = timed(lambda: step.step(0, [next(rows)], self.optimizer, 1e-4), device, calls=calls)
         out = {"step_ms": whole}
         if device.type == "cuda":
-            out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            out["peak_gib"] = graphed.peak_bytes(device) / 2**30
         if step.graph is not None:
             step.source = source
             return out
@@ -310,7 +310,7 @@ class Bench:
         self.world.sum_host([0.0])  # all drafters are here
 
     def _peak_gib(self) -> float | None:
-        return torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
+        return graphed.peak_bytes(self.device) / 2**30 if self.device.type == "cuda" else None
 
     def _endless(self) -> Any:
         while True:

@@ -1,7 +1,7 @@
 """`draftsmith plan`: what a run will need and how fast it will be, before anything of its size is allocated.
 
 The models' shapes come from their configs, on the meta device; how full rows are from the store, if there is one; the
-speed from a few layers that are run here (rates.py) or from a table of GPUs (predict.py), which also does the sums.
+speed from a few layers that are run here (rates.py) or from a table of GPUs (cards.py); predict.py does the sums.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
     compiled = gpu if config.compile.enabled is None else config.compile.enabled
     wide = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2 if gpu else 4}
     packed = config.target.forward == "packed" or (config.target.forward == "auto" and gpu)
-    lengths = [np.diff(r.starts) for r in rows]
+    lengths, graphs = [np.diff(r.starts) for r in rows], gpu and config.compile.graphs
     return Settings(
         row_tokens=train.row_tokens,
         anchors=train.anchors,
@@ -195,7 +195,9 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         run_ahead=config.placement.run_ahead,
         tokens=float(statistics.mean(n.sum() for n in lengths)),
         used=statistics.mean(r.anchor_count for r in rows),
-        trained=statistics.mean(_trained(r, spec.block_size) for r in rows),
+        trained=train.anchors * (spec.block_size - 1)
+        if graphs
+        else statistics.mean(_trained(r, spec.block_size) for r in rows),
         squares=float(statistics.mean((n.astype(np.float64) ** 2).sum() for n in lengths)),
         target_bytes=wide[config.target.dtype],
         compute_bytes=wide[train.compute_dtype],
@@ -210,7 +212,7 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         and our_softmax(config.loss.softmax, compiled)
         and why_not_ours(spec) is None
         and wide[train.compute_dtype] <= 4,
-        graphs=config.compile.graphs,
+        graphs=graphs,
     )
 
 

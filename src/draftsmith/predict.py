@@ -177,7 +177,8 @@ def memory(geometry: Geometry, spec: DrafterSpec, settings: Settings, drafters: 
     if settings.graphs:  # with memory of their own, beside what held-out rows use
         for parts in (trains, both):
             parts["graphs"] = drafter["activations"] + drafter["loss chunk"] + row
-        both["graphs"] += target["activations"]
+        if not settings.files:
+            both["graphs"] += target["activations"]
     out = {"target": alone, "drafter": trains, "colocated": both}
     one_row = settings.rows_per_step // drafters <= 1
     for role, parts in out.items():
@@ -211,11 +212,12 @@ def _drafter_memory(
     compiled = c if settings.in_place else 2 * c  # logits, then their gradient
     logits = compiled if settings.gpu else c + (4 + c if c < 4 else 0)
     alone = settings.rows_per_step == 1 and drafters == 1  # else bf16 gradients are summed up in float32
+    kept = not alone or (settings.graphs and not settings.one_pass)  # those of a graph stay where they are
     return {
         "embedding and head": frozen * copies,
         "masters": count * wide,
         "moments": count * (1 if settings.muon else 2) * wide,  # Muon: one of matrices; the few vectors do not count
-        "gradients": count * (wide if c != 2 else 6 if not alone else 2 if settings.one_pass else 4),
+        "gradients": count * (wide if c != 2 else 6 if kept else 2 if settings.one_pass else 4),
         "bf16 weights": count * 2 if c == 2 else 0.0,
         "activations": _activations(spec, settings),
         "loss chunk": settings.chunk_rows * v * logits + 2 * settings.trained * h * c,

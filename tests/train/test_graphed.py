@@ -170,6 +170,13 @@ def test_features_of_the_next_row_take_the_place_of_a_rows():
         assert torch.equal(source.row(row), plain.row(row))
 
 
+def ended_badly(*given):
+    try:
+        raise RuntimeError("the cause\nand more")
+    finally:
+        raise RuntimeError("the capture's end fails too")
+
+
 def test_a_target_is_captured_only_where_it_is_compiled_with_our_kernels():
     step, _ = make_step("decay", torch.float32, "adamw")
     step.graph = GraphedRow(step)
@@ -182,6 +189,8 @@ def test_a_target_is_captured_only_where_it_is_compiled_with_our_kernels():
     compiled.forward = lambda *given: 1 / 0
     with pytest.raises(InputError, match=r"compile\.graphs: the target .* \(division by zero\): set it to false"):
         capture_all(step, compiled, ROWS[0])
+    with pytest.raises(InputError, match=r"compile\.graphs: the drafter .* \(the cause\): set it to false"):
+        capture_all(SimpleNamespace(**vars(step) | {"graph": ended_badly, "blocks": step.blocks}), None, ROWS[0])
 
 
 def test_the_masks_of_a_target_have_one_shape_whatever_its_documents_are(target):

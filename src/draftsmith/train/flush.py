@@ -12,6 +12,7 @@ import torch
 from draftsmith.tracking import Tracker
 from draftsmith.train.dist import World
 from draftsmith.train.floor import Interval
+from draftsmith.train.graphed import peak_bytes
 from draftsmith.train.roles import Clock, who_waits
 from draftsmith.train.step import StepSums, by_slot
 
@@ -61,7 +62,7 @@ def flush(tracker: Tracker, waiting: list[StepSums], clock: Clock, world: World)
     seconds = interval.training
     memory = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if values_device.type == "cuda":
-        memory["peak_gpu_bytes"] = torch.cuda.max_memory_allocated(values_device)
+        memory["peak_gpu_bytes"] = peak_bytes(values_device)
     tracker.record(
         waiting[-1].step + 1, kind="rate", **interval.line(), tokens_per_s=tokens / seconds,
         anchors_per_s=anchors / seconds, **waits, **memory,

@@ -1,13 +1,14 @@
 """A row's forward and backward pass, and the target's forward, as one CUDA graph each.
 
-A small model's step is over a thousand kernels, each shorter than the host takes to ask for it.  Where functions are
+A small model's step is about a thousand kernels, most of them shorter than the host takes to ask for them.  Where functions are
 compiled every row has the same shape, so the same kernels run on the same memory row after row: what differs is copied
 to where they read it.  On a CPU the same functions run without a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -40,22 +41,43 @@ def capture_all(step: RowStep, extract: FeatureExtractor | None, row: PackedRow)
     """Capture what rows like this one run; the features' graph, None if there is no target or it is not compiled with
     our kernels.  Raises InputError for a target that cannot be captured."""
     assert step.graph is not None
-    spec, source = step.drafter.spec, None
+    spec = step.drafter.spec
     width = len(spec.feature_layers) * spec.hidden_size
-    step.graph(row, step.blocks(row), torch.zeros(len(row.tokens), width, device=step.device), 1.0)
+    with _told("drafter"):
+        step.graph(row, step.blocks(row), torch.zeros(len(row.tokens), width, device=step.device), 1.0)
     step.clear()
-    if extract is not None and extract.compiled is not None and extract.intervals is not None:
-        source = GraphedFeatures(extract)
-        try:
-            source.row(row)
-        except Exception as error:  # whatever a model's code does that a capture does not allow
-            if out_of_memory(error):
-                raise
-            what = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise InputError(
-                f"compile.graphs: the target does not run as a CUDA graph ({what}): set it to false"
-            ) from error
+    if extract is None or extract.compiled is None or extract.intervals is None:
+        return None
+    source = GraphedFeatures(extract)
+    with _told("target"):
+        source.row(row)
     return source
+
+
+@contextlib.contextmanager
+def _told(who: str) -> Iterator[None]:
+    """Whatever a model's code does that a capture does not allow, as one line."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        cause = error.__context__ or error  # the capture's own end fails too
+        what = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:200]
+        raise InputError(f"compile.graphs: the {who} does not run as a CUDA graph ({what}): set it to false") from error
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory of a GPU that was in use at once: what graphs keep does not count as allocated once captured."""
+    return torch.cuda.max_memory_allocated(device) + kept_bytes.get(_index(device), 0)
+
+
+kept_bytes: dict[int, int] = {}
+"""By GPU, the memory of all graphs."""
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class Inputs:
@@ -107,9 +129,14 @@ def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callabl
         for _ in range(2):
             function()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks its events meanwhile
         results = function()
+    at = _index(device)
+    kept_bytes[at] = kept_bytes.get(at, 0) + torch.cuda.memory_reserved(device) - before
     return graph.replay, results
 
 
