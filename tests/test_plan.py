@@ -115,6 +115,10 @@ def test_a_row_counts_what_the_loader_and_the_blocks_give(stored):
     blocks = [build_blocks(r, work.spec.block_size, work.spec.mask_token_id, 4.0, trim=True) for r in work.rows]
     assert work.settings.trained == pytest.approx(sum(b.counts.sum() for b in blocks) / len(blocks))
     assert 0 < work.settings.tokens <= stored.train.row_tokens
+    graphed = stored.model_copy(update={"compile": stored.compile.model_copy(update={"graphs": True})})
+    on_cpu, on_gpu = (row_settings(graphed, work.spec, work.rows, gpu) for gpu in (False, True))
+    assert not on_cpu.graphs and on_cpu.trained == work.settings.trained
+    assert on_gpu.graphs and on_gpu.trained == stored.train.anchors * (work.spec.block_size - 1)  # all go through
 
 
 def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
@@ -136,7 +140,7 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     )  # fmt: skip
     row = dataclasses.replace(
         ROW, row_tokens=4096, anchors=2048, rows_per_step=1, tokens=4096, used=2048, trained=30000,
-        squares=12 * (4096 / 12) ** 2, muon=True,
+        squares=12 * (4096 / 12) ** 2, muon=True, one_pass=False,
     )  # fmt: skip
 
     def milliseconds(settings: Settings) -> float:

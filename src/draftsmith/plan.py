@@ -187,6 +187,7 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
     wide = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2 if gpu else 4}
     packed = config.target.forward == "packed" or (config.target.forward == "auto" and gpu)
     lengths, graphs = [np.diff(r.starts) for r in rows], gpu and config.compile.graphs
+    slots = train.anchors * (spec.block_size - 1)
     return Settings(
         row_tokens=train.row_tokens,
         anchors=train.anchors,
@@ -195,9 +196,7 @@ def row_settings(config: Config, spec: DrafterSpec, rows: list[PackedRow], gpu: 
         run_ahead=config.placement.run_ahead,
         tokens=float(statistics.mean(n.sum() for n in lengths)),
         used=statistics.mean(r.anchor_count for r in rows),
-        trained=train.anchors * (spec.block_size - 1)
-        if graphs
-        else statistics.mean(_trained(r, spec.block_size) for r in rows),
+        trained=statistics.mean(slots if graphs else _trained(r, spec.block_size) for r in rows),
         squares=float(statistics.mean((n.astype(np.float64) ** 2).sum() for n in lengths)),
         target_bytes=wide[config.target.dtype],
         compute_bytes=wide[train.compute_dtype],

@@ -1,8 +1,8 @@
 """A row's forward and backward pass, and the target's forward, as one CUDA graph each.
 
-A small model's step is about a thousand kernels, most of them shorter than the host takes to ask for them.  Where functions are
-compiled every row has the same shape, so the same kernels run on the same memory row after row: what differs is copied
-to where they read it.  On a CPU the same functions run without a graph.
+A small model's step is about a thousand kernels, most of them shorter than the host takes to ask for them.  Where
+functions are compiled every row has the same shape, so the same kernels run on the same memory row after row: what
+differs is copied to where they read it.  On a CPU the same functions run without a graph.
 """
 
 from __future__ import annotations
