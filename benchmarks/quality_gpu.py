@@ -565,6 +565,9 @@ def main() -> None:
             parser.error(f"--add {n!r}: there is such an arm, with {' '.join(known or [])}: choose another name")
     arms = {n: from_base(fields) for n, fields in {**added, **ARMS}.items()}
     arms |= {n: a["overrides"] for n, a in found.items() if not n.endswith(ALONE)}
+    unknown = [n for n in (*args.seeds, *args.alone, *([name] if serving else [])) if n not in arms]
+    if unknown:
+        parser.error(f"no such arm: {'; '.join(unknown)}: there are {'; '.join(arms)}")
     for n in args.seeds:
         arms = {**{f"{n}{SEED}{s}": [*arms[n], f"train.seed={s}"] for s in (1, 2)}, **arms}
     named = dict(arms)

@@ -164,6 +164,11 @@ def test_a_name_whose_first_try_failed_can_be_run_alone(tmp_path, monkeypatch, c
     wanted.clear()
     quality.main()
     assert wanted["mine"] == [*quality.BASE, "train.seed=3"]
+    for asked in (["serve", "nothing", "c.yaml"], ["c.yaml", "--alone", "nothing"], ["c.yaml", "--seeds", "nothing"]):
+        monkeypatch.setattr("sys.argv", ["quality_gpu.py", *asked])
+        with pytest.raises(SystemExit):
+            quality.main()
+        assert "no such arm: nothing: there are " in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["quality_gpu.py", "c.yaml", "--add", "base: train.seed=3"])
     with pytest.raises(SystemExit):
         quality.main()
