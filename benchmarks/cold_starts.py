@@ -4,7 +4,7 @@
 
 Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
 `--warm` of them are followed, at the end, by a second start on the cache they left.  `--together` cold starts run side
-by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,h200,h200_xN}.json.
+by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
         "each": {"cold": cold, "warm": warm},
     }  # fmt: skip
     gpus = torch.cuda.device_count()
-    kind = "cpu" if args.device == "cpu" else "h200" if gpus == 1 else f"h200_x{gpus}"
+    many = "" if args.processes == 3 else f"_x{args.processes}"
+    kind = f"cpu{many}" if args.device == "cpu" else "h200" if gpus == 1 else f"h200_x{gpus}"
     print(write_result(f"cold_starts_{kind}", result))
 
 

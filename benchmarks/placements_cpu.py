@@ -35,6 +35,8 @@ PLACEMENTS = {
     "single": (),
     **SPLITS,
     "split_3_2": ("placement.mode=split", "placement.targets=3", "placement.drafters=2"),
+    "colocated_3": ("placement.drafters=3",),
+    "split_5_3": ("placement.mode=split", "placement.targets=5", "placement.drafters=3"),
 }
 STEPS = "train.steps=20"
 TRAINING = 1.5
@@ -90,6 +92,7 @@ def main() -> None:
         "bit_identical": {
             "one drafter": curves["single"] == curves["split_1_1"] == curves["split_2_1"],
             "two drafters": curves["colocated_2"] == curves["split_1_2"] == curves["split_3_2"],
+            "three drafters": curves["colocated_3"] == curves["split_5_3"],
         },
         "resume_identical": state["resumed"],
         "kills": len(kills),
