@@ -8,6 +8,7 @@ differs is copied to where they read it.  On a CPU the same functions run withou
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -130,6 +131,7 @@ def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callabl
             function()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph()
