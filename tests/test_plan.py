@@ -155,6 +155,9 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     assert [p.name for p in split] == ["split 1 + 1"] * 2
     assert 1e3 / split[1].rows_per_s == pytest.approx(28 * 0.8)  # a target of a split has no graph
     assert split[0].rows_per_s < split[1].rows_per_s and sum(split[0].need) < sum(split[1].need)
+    tight = (max(split[1].need),) * 2  # only the split fits
+    planned = predict(small, spec, dataclasses.replace(row, graphs=True), H200, 2, tight)
+    assert planned.recommended == "split 1 + 1" and planned.target_seconds == pytest.approx(28 * 0.8e-3)
     graphed = dataclasses.replace(ROW, graphs=True)
     online, files = (memory(small, spec, dataclasses.replace(row, graphs=True, files=f), 1) for f in (False, True))
     assert online["colocated"]["graphs"] > files["colocated"]["graphs"] > 0 and "graphs" not in online["target"]

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.config import parse_config
+from draftsmith.cuda_graphs import peak_bytes
 from draftsmith.drafter.attention import pick_attention
 from draftsmith.drafter.blocks import build_blocks
 from draftsmith.drafter.model import DFlashDrafter
@@ -187,7 +188,7 @@ class Bench:
         whole = timed(lambda: step.step(0, [next(rows)], self.optimizer, 1e-4), device, calls=calls)
         out = {"step_ms": whole}
         if device.type == "cuda":
-            out["peak_gib"] = graphed.peak_bytes(device) / 2**30
+            out["peak_gib"] = peak_bytes(device) / 2**30
         if step.graph is not None:
             step.source = source
             return out
@@ -310,7 +311,7 @@ class Bench:
         self.world.sum_host([0.0])  # all drafters are here
 
     def _peak_gib(self) -> float | None:
-        return graphed.peak_bytes(self.device) / 2**30 if self.device.type == "cuda" else None
+        return peak_bytes(self.device) / 2**30 if self.device.type == "cuda" else None
 
     def _endless(self) -> Any:
         while True:

@@ -338,7 +338,7 @@ def predict(
         drafter_parameters=drafter_parameters(spec),
         target_flops=0.0 if settings.files else target_flops(geometry, settings),
         drafter_flops=trunk_flops(spec, settings) + head_flops(spec, settings),
-        target_seconds=alone.target,
+        target_seconds=alone.served if best and best.mode == "split" else alone.target,
         drafter_seconds=alone.drafter + alone.step / settings.rows_per_step,
         memory=memory(geometry, spec, settings, (best or placements[0]).drafters),
         placements=tuple(placements),

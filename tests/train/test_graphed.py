@@ -170,9 +170,9 @@ def test_features_of_the_next_row_take_the_place_of_a_rows():
         assert torch.equal(source.row(row), plain.row(row))
 
 
-def ended_badly(*given):
+def ended_badly(*given, text="the cause\nand more"):
     try:
-        raise RuntimeError("the cause\nand more")
+        raise RuntimeError(text)
     finally:
         raise RuntimeError("the capture's end fails too")
 
@@ -191,6 +191,9 @@ def test_a_target_is_captured_only_where_it_is_compiled_with_our_kernels():
         capture_all(step, compiled, ROWS[0])
     with pytest.raises(InputError, match=r"compile\.graphs: the drafter .* \(the cause\): set it to false"):
         capture_all(SimpleNamespace(**vars(step) | {"graph": ended_badly, "blocks": step.blocks}), None, ROWS[0])
+    full = lambda *given: ended_badly(text="CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):  # for what explains such errors
+        capture_all(SimpleNamespace(**vars(step) | {"graph": full, "blocks": step.blocks}), None, ROWS[0])
 
 
 def test_the_masks_of_a_target_have_one_shape_whatever_its_documents_are(target):

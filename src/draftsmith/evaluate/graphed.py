@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.cuda_graphs import one_launch
 from draftsmith.drafter.attention import Mask, dense_mask, put_all
 from draftsmith.drafter.blocks import block_interval
 from draftsmith.drafter.model import DFlashDrafter, embed, to_logits
@@ -218,15 +219,4 @@ def _draw(chances_nV: Tensor) -> Tensor:
 @torch.inference_mode()
 def _graph(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """The function as one launch.  It reads and writes tensors that stay where they are."""
-    if device.type != "cuda":
-        return function
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries set themselves up outside the graph
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
+    return one_launch(function, device)[0] if device.type == "cuda" else function

@@ -60,7 +60,7 @@ def peak_gpu_bytes() -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
-    kept = getattr(sys.modules.get("draftsmith.train.graphed"), "kept_bytes", {})
+    kept = getattr(sys.modules.get("draftsmith.cuda_graphs"), "kept_bytes", {})
     return max(torch.cuda.max_memory_allocated(i) + kept.get(i, 0) for i in range(torch.cuda.device_count()))
 
 

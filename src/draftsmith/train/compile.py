@@ -232,16 +232,14 @@ class Compiler:
                 check_kernels(self.facts["kernels"], step.attention, self.facts["softmax"])
 
     def _as_graphs(self, step: RowStep, extract: FeatureExtractor | None) -> None:
-        gpu, line = (
-            self.device.type == "cuda",
-            "the target runs without a CUDA graph: it is not compiled with our kernels",
-        )
+        gpu = self.device.type == "cuda"
         self.source = graphed.capture_all(step, extract, made_up_row(self.config, self.spec.block_size))
         self.facts["cuda_graphs"] = {"drafter": gpu, "target": gpu and self.source is not None}
         self.say(
             "rows run as CUDA graphs" if gpu else "compile.graphs: on a CPU rows use fixed memory, without a graph"
         )
         if gpu and extract is not None and self.source is None:
+            line = "the target runs without a CUDA graph: it is not compiled with our kernels"
             self.say(line)
             self.fell_back(line)
 

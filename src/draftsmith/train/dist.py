@@ -240,7 +240,7 @@ def world(placement: PlacementConfig, device_type: str) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def out_of_memory(error: Exception) -> str:
+def out_of_memory(error: BaseException) -> str:
     """What to say of an allocation that failed; "" for any other error."""
     said = ("allocate memory", "out of memory", "can't start new thread")
     if not isinstance(error, MemoryError) and not any(text in str(error) for text in said):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from draftsmith.cuda_graphs import peak_bytes
 from draftsmith.tracking import Tracker
 from draftsmith.train.dist import World
 from draftsmith.train.floor import Interval
-from draftsmith.train.graphed import peak_bytes
 from draftsmith.train.roles import Clock, who_waits
 from draftsmith.train.step import StepSums, by_slot
 

@@ -8,7 +8,6 @@ differs is copied to where they read it.  On a CPU the same functions run withou
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.cuda_graphs import one_launch
 from draftsmith.drafter.attention import Mask, fill, places_of, views
 from draftsmith.drafter.blocks import BlockBatch
 from draftsmith.drafter.intervals import Intervals
@@ -61,24 +61,11 @@ def _told(who: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if out_of_memory(error):
-            raise
         cause = error.__context__ or error  # the capture's own end fails too
+        if out_of_memory(cause):
+            raise cause from None
         what = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:200]
         raise InputError(f"compile.graphs: the {who} does not run as a CUDA graph ({what}): set it to false") from error
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Most memory of a GPU that was in use at once: what graphs keep does not count as allocated once captured."""
-    return torch.cuda.max_memory_allocated(device) + kept_bytes.get(_index(device), 0)
-
-
-kept_bytes: dict[int, int] = {}
-"""By GPU, the memory of all graphs."""
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class Inputs:
@@ -116,30 +103,15 @@ def _made(masks: Sequence[Mask], tensors: Sequence[Tensor]) -> list[Mask]:
 
 def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """(what runs it again, its results, which the running overwrites).  It reads and writes memory that stays."""
-    if device.type != "cuda":
-        held = [function()]
+    if device.type == "cuda":
+        return one_launch(function, device, kept=True)
+    held = function()
 
-        def again() -> None:
-            for there, new in zip(_tensors(held[0]), _tensors(function()), strict=True):
-                there.copy_(new)
+    def again() -> None:
+        for there, new in zip(_tensors(held), _tensors(function()), strict=True):
+            there.copy_(new)
 
-        return again, held[0]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries set themselves up outside the graph
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks its events meanwhile
-        results = function()
-    at = _index(device)
-    kept_bytes[at] = kept_bytes.get(at, 0) + torch.cuda.memory_reserved(device) - before
-    return graph.replay, results
+    return again, held
 
 
 def _tensors(results: Any) -> list[Tensor]:
