@@ -4,7 +4,8 @@
 
 Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
 `--warm` of them are followed, at the end, by a second start on the cache they left.  `--together` cold starts run side
-by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json.
+by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json as
+they end; of other than three processes on one GPU h200_shared_by_N.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +72,30 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="cold starts side by side")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a start counts as hanging")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    each: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
+        for kind, count in (("cold", args.starts), ("warm", min(args.warm, args.starts))):
+            # a warm one alone, as the cold ones have made their caches by then
+            numbers = range(count)
+            run = partial(numbered, args, Path(folder))
+            for found in pool.map(run, numbers) if kind == "cold" else map(run, numbers):
+                each[kind].append(found)
+                path = write_result(result_name(args), summary(args, each))
+    print(path)
 
-        def numbered(number: int) -> dict[str, Any]:
-            cache = Path(folder) / str(number) / "cache"
-            cache.parent.mkdir(exist_ok=True)
-            found = start(args.device, args.processes, cache, args.limit)
-            print(number, json.dumps(found), flush=True)
-            return found
 
-        with ThreadPoolExecutor(args.together) as pool:
-            cold = list(pool.map(numbered, range(args.starts)))
-        warm = [numbered(number) for number in range(min(args.warm, args.starts))]
+def numbered(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]:
+    cache = folder / str(number) / "cache"
+    cache.parent.mkdir(exist_ok=True)
+    found = start(args.device, args.processes, cache, args.limit)
+    print(number, json.dumps(found), flush=True)
+    return found
+
+
+def summary(args: argparse.Namespace, each: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    cold, warm = each["cold"], each["warm"]
     every = [*cold, *warm]
-    result = {
+    return {
         "together": args.together,
         "processes": args.processes,
         "shape": SHAPES[args.device],
@@ -93,12 +105,16 @@ def main() -> None:
         "cold_s": statistics.median([s["first_step_s"] for s in cold if "first_step_s" in s] or [0.0]) or None,
         "warm_s": max((s["first_step_s"] for s in warm if "first_step_s" in s), default=None),
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "each": {"cold": cold, "warm": warm},
+        "each": each,
     }  # fmt: skip
+
+
+def result_name(args: argparse.Namespace) -> str:
     gpus = torch.cuda.device_count()
+    shared = "" if args.processes == 3 else f"_shared_by_{args.processes}"
     many = "" if args.processes == 3 else f"_x{args.processes}"
-    kind = f"cpu{many}" if args.device == "cpu" else "h200" if gpus == 1 else f"h200_x{gpus}"
-    print(write_result(f"cold_starts_{kind}", result))
+    kind = f"cpu{many}" if args.device == "cpu" else f"h200{shared}" if gpus == 1 else f"h200_x{gpus}"
+    return f"cold_starts_{kind}"
 
 
 if __name__ == "__main__":
