@@ -47,6 +47,7 @@ SHAPES = ("drafter.", "train.row_tokens", "train.anchors", "train.fp8")
 TINY = (
     "device=cpu", "train.row_tokens=1024", "train.anchors=12", "train.steps=4", "train.log_every=2",
     "train.accept_every=2", "train.heldout_rows=1", "evaluate.prompts=4", "evaluate.max_new_tokens=12",
+    "compile.graphs=false",
 )  # fmt: skip
 PART = 15 << 20
 """Bytes of a part of the kept weights."""
@@ -55,7 +56,7 @@ REPEATED = re.compile(r"CUDA warning|coredump:")
 FEW, ALL = "train.anchors=512", ["drafter.num_features=8", "train.anchors=2048"]
 BASE = ("drafter.num_features=5", "train.anchors=1024", "train.schedule=cosine")
 """What arms have where they do not say otherwise; the rest is the config's."""
-WSD = "train.schedule=wsd"
+WSD, GRAPHS = "train.schedule=wsd", "compile.graphs=true"
 BOTH = "8 features, 2048 anchors"
 CHOSEN = f"{BOTH}, WSD"
 """The arm that examples/smollm2-135m-gpu.yaml is."""
@@ -66,7 +67,15 @@ PEERS_BESIDE = 2
 PEER = "peer, its own recipe, 1024 anchors"
 ARMS: dict[str, list[str]] = {
     "base": [],
-    f"{CHOSEN}, graphs": [*ALL, WSD, "compile.graphs=true"],
+    f"{CHOSEN}, graphs": [*ALL, WSD, GRAPHS],
+    f"{CHOSEN}, graphs, three times the tokens": [
+        *ALL,
+        WSD,
+        GRAPHS,
+        "train.steps=3660",
+        "train.accept_every=1220",
+        "train.log_every=122",
+    ],
     SERVED: [*ALL, "train.steps=3660", "train.accept_every=1220", "train.log_every=122"],
     "peer, its own recipe, 8 features, 2048 anchors": ["peer", "own", *ALL],
     "peer, our recipe, 8 features, 2048 anchors": ["peer", "ours", *ALL],
@@ -137,7 +146,9 @@ class Arm:
         self.folder = work / f"{len(list(work.iterdir())):03d}"
         self.folder.mkdir()
         self.fields, self.peer, self.out = fields, fields[:1] == ["peer"], self.folder / "peer.json"
-        overrides = [f for f in fields if "=" in f and not (args.tiny and f.startswith("train.anchors="))]
+        overrides = [
+            f for f in fields if "=" in f and not (args.tiny and f.startswith(("train.anchors=", "compile.graphs=")))
+        ]
         common = [
             str(args.config),
             *args.fields,
@@ -326,8 +337,9 @@ def seconds_to(curve: list[dict[str, Any]], value: float) -> float | None:
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Best of ours against the best of the peer's recipes on the same data, by the mean of an arm's seeds: the luckiest of
     several would say too much, so ours is one of three seeds where there are such.  Seconds of a run that was alone on the
-    GPU where there is one, of the best recipe of ours that was, beside those of the peer's best run with as many others
-    beside it, which need not be its best of all: ours has to reach the value of that one."""
+    GPU where there is one, of the best recipe of ours that was (and that a run of the peer's can stand beside, if there is
+    such), beside those of the peer's best run with as many others beside it, which need not be its best of all: ours has
+    to reach the value of that one."""
     done = {name: arm for name, arm in found.items() if "curve" in arm}
     final = {name: arm["curve"][-1] for name, arm in done.items()}
     equal = [
@@ -355,12 +367,15 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         return statistics.mean(final[n]["spread"]["all"] for n in final if is_seed(n, name)) if name else None
 
     one, other = best([n for n in ours if len(of_seeds(n)) >= 3] or ours), best(peers)
+    peer_runs = [n for n in final if n.removesuffix(ALONE) in peers]
+
+    def beside_as_many(name: str) -> list[str]:
+        return [n for n in peer_runs if all(done[n].get(k) == done[name].get(k) for k in ("beside", "gpus"))]
+
     alone = [n for n in ours if f"{n}{ALONE}" in done]
+    alone = [n for n in alone if beside_as_many(f"{n}{ALONE}")] or alone
     timed = f"{one if one in alone else best(alone)}{ALONE}" if alone else one
-    alike = [
-        n for n in final
-        if timed and n.removesuffix(ALONE) in peers and all(done[n].get(k) == done[timed].get(k) for k in ("beside", "gpus"))
-    ]  # fmt: skip
+    alike = beside_as_many(timed) if timed else []
     their_timed = max(alike, key=lambda n: final[n]["accepted_length"]["pooled"], default=None)
     mine, theirs = (statistics.mean(of_seeds(n)) if n else None for n in (one, other))
     return {

@@ -130,7 +130,7 @@ def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
 
 
 def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
-    """Widths of SmolLM2-135M: 61 to 74 ms a step were measured, 24 with graphs; kernels 23."""
+    """Widths of SmolLM2-135M: 61 to 74 ms a step were measured, 25 with graphs; kernels 23."""
     widths = GEOMETRIES["smollm2-135m"]
     shape = Shape(4096, 2048, 16, 5, 8, documents=12)
     spec = drafter_spec(widths, shape)

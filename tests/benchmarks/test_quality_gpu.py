@@ -59,6 +59,10 @@ def test_the_best_of_ours_stands_against_the_best_recipe_of_the_peer_at_equal_to
     del found["peer, better"]
     found["Muon, alone"]["gpus"] = 2
     assert quality.summary(found)["seconds_to_peer_final"] is None  # the host was shared by two
+    found["base, alone"] = {**arm((1, 30.0, 2.25)), "beside": 1}  # worse, but a run of the peer's can stand beside it
+    assert quality.summary(found)["timed"] == {"ours": "base, alone", "speculators": "peer, our recipe, alone"}
+    assert quality.summary(found)["best"]["ours"] == "Muon"
+    del found["base, alone"]
     found["base, seed 1"] = arm((1, 40.0, 3.2))  # one lucky seed of an arm whose mean is 2.6
     found["Muon, seed 1"] = arm((2, 40.0, 2.9))
     top = quality.summary(found)
@@ -301,9 +305,19 @@ def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machin
     assert {k: stored[k] for k in top} == top
     assert stored["best"]["ours"] == quality.CHOSEN and stored["serve"]["drafter"] == quality.SERVED
     lengths = {n: a["curve"][-1]["accepted_length"]["pooled"] for n, a in stored["arms"].items() if "curve" in a}
-    assert max(lengths, key=lambda n: lengths[n]) == f"{quality.SERVED}{quality.ALONE}"  # the best drafter of all
+    graphed = f"{quality.CHOSEN}, graphs"
+    assert sorted(lengths, key=lambda n: -lengths[n])[:2] == [
+        f"{graphed}, three times the tokens{quality.ALONE}", f"{quality.SERVED}{quality.ALONE}",
+    ]  # fmt: skip
+    runs = [
+        stored["arms"][n] for n in (quality.CHOSEN, f"{quality.CHOSEN}{quality.ALONE}", f"{graphed}{quality.ALONE}")
+    ]
+    for told in ("accepted_length", "by_slot", "by_category", "tokens"):  # neither neighbours nor graphs change a bit
+        assert runs[0]["curve"][-1][told] == runs[1]["curve"][-1][told] == runs[2]["curve"][-1][told]
+    assert len({run["heldout_loss"] for run in runs}) == 1
     assert {n: set(s) >= set(quality.served({})) for n, s in stored["serve_others"].items()} == {
         quality.BOTH: True,
+        graphed: True,
         "peer, its own recipe, 2048 anchors": True,
     }
     assert not re.search(r"/(root|opt|usr|home|tmp|work)/", text)
@@ -313,6 +327,12 @@ def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machin
     assert (
         f"{seconds['ours']:.0f} s; at {length['speculators']:.2f} after {top['seconds_to_peer_final']:.0f} s" in readme
     )
+    plain, quick = (run["curve"] for run in runs[1:])
+    reached = quality.seconds_to(quick, length["speculators"])
+    assert (
+        f"{quick[-1]['seconds']:.0f} s, at {length['speculators']:.2f} after {reached:.0f} s; without its CUDA graphs "
+        f"{plain[-1]['seconds']:.0f} s"
+    ) in readme
     assert f"with 2,048, the second: {seconds['speculators']:.0f} s" in readme
     assert (
         f"{top['wall_speedup']:.2f} times as fast as plain decoding at T = 0 and, at T = 1, "
