@@ -38,7 +38,13 @@ def configured(args: argparse.Namespace, work: Path, name: str, *overrides: str)
     rows = (
         [] if any(f.startswith("train.rows_per_step=") for f in args.fields) else [f"rows_per_step={2 * args.drafters}"]
     )
-    settings = [f"steps={args.steps}", "log_every=1", f"checkpoint_every={args.steps // 5}", "accept_every=0", *rows]
+    settings = [
+        f"steps={args.steps}",
+        "log_every=1",
+        f"checkpoint_every={max(1, args.steps // 5)}",
+        "accept_every=0",
+        *rows,
+    ]
     config = load_config(args.config, [
         *(f"train.{s}" for s in settings), *args.fields, f"name={name}", f"runs_dir={work}/runs",
         f"compile.cache_dir={work}/compiled", *overrides,

@@ -18,7 +18,7 @@ from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec
-from draftsmith.plan import available_memory, prepare, row_settings
+from draftsmith.plan import available_memory, geometry_of, graphs_advice, prepare, row_settings
 from draftsmith.predict import (
     GIB,
     Settings,
@@ -31,6 +31,9 @@ from draftsmith.predict import (
     too_little,
 )
 from draftsmith.rates import measure, measure_together
+from draftsmith.target.model import drafter_spec as target_spec
+from draftsmith.target.model import load_target
+from draftsmith.train.compile import made_up_row
 from draftsmith.train.optim import make_optimizer
 
 QWEN3_8B = dense_geometry(
@@ -158,6 +161,10 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     tight = (max(split[1].need),) * 2  # only the split fits
     planned = predict(small, spec, dataclasses.replace(row, graphs=True), H200, 2, tight)
     assert planned.recommended == "split 1 + 1" and planned.target_seconds == pytest.approx(28 * 0.8e-3)
+    advice = graphs_advice(small, spec, row)
+    assert advice and "the host takes about 53 ms a row" in advice and "need 14 or more on an H200" in advice, advice
+    assert graphs_advice(small, spec, dataclasses.replace(row, graphs=True)) is None  # they are on
+    assert graphs_advice(QWEN3_8B, DRAFTER, ROW) is None  # the kernels are the step
     graphed = dataclasses.replace(ROW, graphs=True)
     online, files = (memory(small, spec, dataclasses.replace(row, graphs=True, files=f), 1) for f in (False, True))
     assert online["colocated"]["graphs"] > files["colocated"]["graphs"] > 0 and "graphs" not in online["target"]
@@ -165,6 +172,17 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     large = [predict(QWEN3_8B, DRAFTER, r, H200, 1, (139 * GIB,)).placements[0] for r in (ROW, graphed)]
     assert large[0].rows_per_s == large[1].rows_per_s  # there the kernels are the step
     assert large[0].need < large[1].need
+
+
+def test_a_run_is_told_of_graphs_by_the_shapes_of_its_loaded_target(target_folder, tmp_path):
+    """As train/loop.py asks on a GPU."""
+    config = make_config(target_folder, tmp_path)
+    target = load_target(config.target, "cpu")
+    spec = target_spec(config.drafter, target)
+    row = made_up_row(config, spec.block_size)
+    assert "compile.graphs=true" in str(
+        graphs_advice(geometry_of(target, spec), spec, row_settings(config, spec, [row], True))
+    )
 
 
 def test_muons_products_are_those_of_its_step():
@@ -258,6 +276,14 @@ def test_processes_that_share_a_gpu_take_turns():
 def test_available_memory_is_part_of_the_machine():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < available_memory() < total
+
+
+@pytest.mark.parametrize("fields", ["compile.graphs=true", "compile.enabled=false", "train.attention=flex", ""])
+def test_plan_tells_of_graphs_where_they_can_be(target_folder, tmp_path, capsys, fields):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(make_config(target_folder, tmp_path, *fields.split()).dump())
+    assert main(["plan", str(path), "--gpus", "1", "--gpu", "h200"]) == 0
+    assert ("compile.graphs=true should be faster" in capsys.readouterr().out) is (not fields)
 
 
 def test_plan_for_gpus_that_are_not_here(target_folder, tmp_path, capsys):

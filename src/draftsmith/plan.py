@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import statistics
 import time
@@ -93,6 +94,13 @@ def plan(config: Config, gpus: int | None = None, gpu: str | None = None) -> Pla
                 raise
             rates = card_rates(CARDS["h200"])
             notes.append("measuring ran out of memory: rows/s and tokens/s are an H200's")
+    if (
+        found.gpu
+        and config.compile.enabled is not False
+        and config.train.attention in ("auto", "triton")
+        and (advice := graphs_advice(work.geometry, work.spec, work.settings))
+    ):
+        notes.append(advice)
     prediction = predict(work.geometry, work.spec, work.settings, rates, processes, found.devices, crowd=crowd)
     return Planned(found, work, processes, prediction, tuple(notes))
 
@@ -302,6 +310,23 @@ def does_not_fit(planned: Planned, config: Config) -> str | None:
     over = min(asked, key=lambda p: max(n - d for n, d in zip(p.need, devices, strict=True)))
     work = planned.work
     return too_little(work.geometry, work.spec, work.settings, over, devices, placements)
+
+
+def graphs_advice(geometry: Geometry, spec: DrafterSpec, settings: Settings) -> str | None:
+    """One line if a row's kernels are done well before the host has asked for them, by the table's H200."""
+    slots = float(settings.anchors * (spec.block_size - 1))  # all go through the head then
+    graphed = dataclasses.replace(settings, graphs=True, trained=slots)
+    rates = card_rates(CARDS["h200"])
+    host, kernels = (
+        1 / predict(geometry, spec, s, rates, 1, (math.inf,)).placements[0].rows_per_s for s in (settings, graphed)
+    )
+    if settings.graphs or host < 1.2 * kernels:
+        return None
+    more = memory(geometry, spec, graphed, 1)["colocated"]["graphs"] / GIB
+    return (
+        f"compile.graphs=true should be faster: for so small a model the host takes about {host * 1e3:.2g} ms a row to "
+        f"ask for kernels that need {kernels * 1e3:.2g} or more on an H200; it takes about {more:.2g} GiB more"
+    )
 
 
 def what_fits(config: Config, spec: DrafterSpec, target: Target, role: str, row: PackedRow, has: float) -> str:
