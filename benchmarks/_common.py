@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
+STORED = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("OUT") or STORED)
 
 
 def write_result(name: str, values: dict[str, Any]) -> Path:
@@ -57,6 +59,20 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def at_least_one(text: str) -> int:
+    """For argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1")
+    return int(text)
+
+
+def kind_of(device: str) -> str:
+    """What files are called after: cpu, h200 ..."""
+    import torch
+
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[-1].lower()
 
 
 def gpus() -> list[str]:

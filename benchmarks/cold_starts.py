@@ -4,8 +4,8 @@
 
 Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
 `--warm` of them are followed, at the end, by a second start on the cache they left.  `--together` cold starts run side
-by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json as
-they end; of other than three processes on one GPU h200_shared_by_N.
+by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json (on
+GPUs with another number of processes than three or one each: ..._shared_by_N), with $OUT as they end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import write_result
+from _common import RESULTS, STORED, at_least_one, kind_of, write_result
 
 SHAPES = {
     "cpu": ["--geometry", "tiny", "--row-tokens", "256", "--anchors", "16", "--block-size", "8", "--layers", "1"],
@@ -66,10 +66,10 @@ def start(device: str, processes: int, cache: Path, limit: float) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=list(SHAPES), default="cpu")
-    parser.add_argument("--starts", type=int, default=20)
+    parser.add_argument("--starts", type=at_least_one, default=20)
     parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--together", type=int, default=1, help="cold starts side by side")
+    parser.add_argument("--processes", type=at_least_one, default=3)
+    parser.add_argument("--together", type=at_least_one, default=1, help="cold starts side by side")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a start counts as hanging")
     args = parser.parse_args()
     each: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
@@ -80,8 +80,9 @@ def main() -> None:
             run = partial(numbered, args, Path(folder))
             for found in pool.map(run, numbers) if kind == "cold" else map(run, numbers):
                 each[kind].append(found)
-                path = write_result(result_name(args), summary(args, each))
-    print(path)
+                if RESULTS != STORED:
+                    write_result(result_name(args), summary(args, each))
+    print(write_result(result_name(args), summary(args, each)))
 
 
 def numbered(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def summary(args: argparse.Namespace, each: dict[str, list[dict[str, Any]]]) -> 
     cold, warm = each["cold"], each["warm"]
     every = [*cold, *warm]
     return {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "together": args.together,
         "processes": args.processes,
         "shape": SHAPES[args.device],
@@ -110,11 +112,12 @@ def summary(args: argparse.Namespace, each: dict[str, list[dict[str, Any]]]) -> 
 
 
 def result_name(args: argparse.Namespace) -> str:
+    if args.device == "cpu":
+        return "cold_starts_cpu" + ("" if args.processes == 3 else f"_x{args.processes}")
     gpus = torch.cuda.device_count()
-    shared = "" if args.processes == 3 else f"_shared_by_{args.processes}"
-    many = "" if args.processes == 3 else f"_x{args.processes}"
-    kind = f"cpu{many}" if args.device == "cpu" else f"h200{shared}" if gpus == 1 else f"h200_x{gpus}"
-    return f"cold_starts_{kind}"
+    usual = args.processes == (3 if gpus == 1 else gpus)
+    many = "" if gpus == 1 else f"_x{gpus}"
+    return f"cold_starts_{kind_of('cuda')}{many}" + ("" if usual else f"_shared_by_{args.processes}")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
     python benchmarks/split_runs.py CONFIG [a.b=c ...] [--targets 5] [--drafters 3] [--steps 50] [--noise a.b=c ...]
         [--together 2] [--limit 280]
 
-Four runs of the same rows: one process; one process with `--noise`, settings that change the order of sums and nothing
-else, for what rounding does by itself; as many colocated processes as there are drafters; the split.  Then the split
-twice more, a drafter and a target killed after the first checkpoint.  With as many GPUs as processes over NCCL, with
-fewer on shared ones over gloo: that shows losses and recovery, and no speed.  `--together` runs at once.
-Writes results/split_runs_{cpu,h200_xN}.json as they end.
+Runs of the same rows: one process; one process with `--noise`, settings that change how numbers are rounded and nothing
+else, for what that does by itself; as many colocated processes as there are drafters; the split.  Then the split twice
+more, a drafter and a target killed after the first checkpoint.  With as many GPUs as processes over NCCL, with fewer on
+shared ones over gloo: that shows losses and recovery, and no speed.  `--together` runs at once.
+Writes results/split_runs_{cpu,h200_xN}.json, with $OUT as runs end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -20,17 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from _common import write_result
+from _common import RESULTS, STORED, at_least_one, kind_of, write_result
 from flow.test_placements import processes_of, start
 
 from draftsmith.config import Config, load_config
+from draftsmith.errors import InputError
 from draftsmith.files import write_text
+from draftsmith.target.model import pick_device
 from draftsmith.tracking import read_metrics
 
 
@@ -38,13 +41,7 @@ def configured(args: argparse.Namespace, work: Path, name: str, *overrides: str)
     rows = (
         [] if any(f.startswith("train.rows_per_step=") for f in args.fields) else [f"rows_per_step={2 * args.drafters}"]
     )
-    settings = [
-        f"steps={args.steps}",
-        "log_every=1",
-        f"checkpoint_every={max(1, args.steps // 5)}",
-        "accept_every=0",
-        *rows,
-    ]
+    settings = [f"steps={args.steps}", "log_every=1", f"checkpoint_every={every(args.steps)}", "accept_every=0", *rows]
     config = load_config(args.config, [
         *(f"train.{s}" for s in settings), *args.fields, f"name={name}", f"runs_dir={work}/runs",
         f"compile.cache_dir={work}/compiled", *overrides,
@@ -54,65 +51,75 @@ def configured(args: argparse.Namespace, work: Path, name: str, *overrides: str)
     return path, config
 
 
-def told(config: Config) -> dict[int, list[float]]:
-    """The losses of each step, attempt by attempt: a step after the last checkpoint is told again by the next one."""
+def every(steps: int) -> int:
+    """Steps from a checkpoint to the next."""
+    return max(1, steps // 5)
+
+
+def told(config: Config, most: int | None = None) -> dict[int, list[float]]:
+    """The losses of each step, attempt by attempt: a step after the last checkpoint is told again by the next one.
+
+    most: of so many attempts, the first ones.
+    """
     found: dict[int, list[float]] = {}
-    for attempt in sorted((config.runs_dir / config.name).glob("attempt_*")):
+    for attempt in attempts(config)[:most]:
         for line in read_metrics(attempt / "metrics.jsonl"):
             if line["kind"] == "train":
                 found.setdefault(line["step"], []).append(line["loss"])
     return found
 
 
-def ended(process: subprocess.Popen[str], config: Config, limit: float) -> tuple[str, int]:
-    """What it said, and how many of its processes are there ten seconds after its end."""
+def attempts(config: Config) -> list[Path]:
+    return sorted(p.parent for p in (config.runs_dir / config.name).glob("attempt_*/metrics.jsonl"))
+
+
+def trained(path: Path, config: Config, limit: float, victim: str = "", rank: int = -1) -> dict[str, Any]:
+    """The run by the command.  victim: what the process of that rank is, which gets SIGKILL after the first checkpoint."""
+    begin = time.monotonic()
+    process = start(path)
+    kill: dict[str, Any] = {}
+    if victim:
+        checkpoints = config.runs_dir / config.name
+        while process.poll() is None and not list(checkpoints.glob("attempt_*/checkpoints/step_*")):
+            if time.monotonic() - begin > limit:
+                break
+            time.sleep(0.02)
+        else:
+            pid = dict(processes_of(config)).get(rank)
+            kill = {"killed": pid is not None, "killed_after_s": time.monotonic() - begin}
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        kill = {"victim": victim, "rank": rank, "killed": False, **kill}
     try:
-        said, _ = process.communicate(timeout=limit)
+        said, _ = process.communicate(timeout=max(1.0, limit - (time.monotonic() - begin)))
     except subprocess.TimeoutExpired:
-        process.kill()
-        said = process.communicate()[0] + f"\nlonger than {limit:.0f} s"
-    deadline = time.monotonic() + 10
-    while (left := len(processes_of(config))) and time.monotonic() < deadline:
+        process.kill()  # the processes it started end with it
+        process.wait()
+        said = f"longer than {limit:.0f} s"
+        with contextlib.suppress(subprocess.TimeoutExpired):  # unless they do not, and keep its output open
+            said = process.communicate(timeout=10)[0] + said
+    whole, deadline = time.monotonic() - begin, time.monotonic() + 10
+    while (orphans := len(processes_of(config))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return said, left
-
-
-def trained(args: argparse.Namespace, work: Path, name: str, *overrides: str) -> dict[str, Any]:
-    path, config = configured(args, work, name, *overrides)
-    begin = time.monotonic()
-    process = start(path)
-    said, orphans = ended(process, config, args.limit)
     steps = told(config)
+    twice = [values for values in steps.values() if len(values) > 1]
+    if victim:
+        kill |= {
+            "said": [line for line in said.splitlines() if "SIGKILL" in line], "steps": len(steps),
+            "steps_before": len(told(config, 1)), "attempts": len(attempts(config)), "told_twice": len(twice),
+            "apart_where_told_twice": max((abs(v[0] / v[-1] - 1) for v in twice), default=None),
+        }  # fmt: skip
     return {
-        "overrides": overrides, "exit_code": process.returncode, "orphans": orphans, "whole_s": time.monotonic() - begin,
-        "losses": [steps[s][-1] for s in sorted(steps)], **({"said": said[-3000:]} if process.returncode else {}),
+        **kill, "exit_code": process.returncode, "orphans": orphans, "whole_s": whole,
+        "losses": [steps[s][-1] for s in sorted(steps)], **({"log": said[-3000:]} if process.returncode else {}),
     }  # fmt: skip
 
 
-def killed(args: argparse.Namespace, work: Path, victim: str, rank: int, *overrides: str) -> dict[str, Any]:
-    """The run, of which that process gets SIGKILL after the first checkpoint, and which starts again by itself."""
-    path, config = configured(args, work, f"kill_{victim}", *overrides, "placement.max_restarts=1")
-    begin = time.monotonic()
-    process = start(path)
-    attempts = config.runs_dir / config.name
-    while process.poll() is None and not list(attempts.glob("attempt_*/checkpoints/step_*")):
-        if time.monotonic() - begin > args.limit:
-            break
-        time.sleep(0.02)
-    at = time.monotonic() - begin
-    if (pid := dict(processes_of(config)).get(rank)) is not None:
-        os.kill(pid, signal.SIGKILL)
-    said, orphans = ended(process, config, args.limit)
-    steps = told(config)
-    lines = [line for line in said.splitlines() if "SIGKILL" in line]
-    return {
-        "victim": victim, "rank": rank, "killed": pid is not None, "killed_after_s": at, "exit_code": process.returncode,
-        "orphans": orphans, "whole_s": time.monotonic() - begin, "said": lines, "steps": len(steps),
-        "told_twice": sum(len(values) > 1 for values in steps.values()), "attempts": len(list(attempts.glob("attempt_*"))),
-        "losses": [steps[s][-1] for s in sorted(steps)],
-        "apart_where_told_twice": max((abs(v[0] / v[-1] - 1) for v in steps.values()), default=None),
-        **({"log": said[-3000:]} if process.returncode else {}),
-    }  # fmt: skip
+def recovered(run: dict[str, Any], steps: int) -> bool:
+    """Killed, named, and gone on with to the end from a checkpoint: a fresh start would tell all steps again."""
+    named = any(f"{run['victim']} " in line and f"(rank {run['rank']}," in line for line in run["said"])
+    resumed = run["attempts"] == 2 and run["told_twice"] < run.get("steps_before", every(steps))
+    return bool(run["killed"] and named and resumed and run["exit_code"] == 0 and run["steps"] == steps)
 
 
 def apart(a: list[float], b: list[float]) -> dict[str, Any] | None:
@@ -123,7 +130,7 @@ def apart(a: list[float], b: list[float]) -> dict[str, Any] | None:
     return {"most": max(steps), "mean": sum(steps) / len(steps), "bit_for_bit": a == b}
 
 
-def summary(runs: dict[str, Any]) -> dict[str, Any]:
+def summary(runs: dict[str, Any], steps: int) -> dict[str, Any]:
     """Curves beside one process's, the split's beside as many colocated drafters', and what became of the kills."""
     curves = {name: run["losses"] for name, run in runs.items()}
     one, split = curves.get("one", []), curves.get("split", [])
@@ -133,8 +140,9 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
         "split_beside_colocated": apart(split, curves.get("colocated", [])),
         "kills_beside_split": {n: apart(curves[n], split) for n in kills},
         "kills": len(kills),
-        "recovered": sum(k["killed"] and k["exit_code"] == 0 and k["steps"] == len(split) for k in kills.values()),
+        "recovered": sum(recovered(k, steps) for k in kills.values()),
         "orphans": sum(run["orphans"] for run in runs.values()),
+        "failed": [n for n, run in runs.items() if run["exit_code"] != 0 or len(run["losses"]) != steps],
     }  # fmt: skip
 
 
@@ -144,38 +152,44 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("fields", nargs="*", metavar="a.b=c")
-    parser.add_argument("--targets", type=int, default=5)
-    parser.add_argument("--drafters", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--targets", type=at_least_one, default=5)
+    parser.add_argument("--drafters", type=at_least_one, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=50)
     parser.add_argument("--noise", nargs="+", default=[], metavar="a.b=c")
-    parser.add_argument("--together", type=int, default=2, help="runs at once")
+    parser.add_argument("--together", type=at_least_one, default=2, help="runs at once")
     parser.add_argument("--limit", type=float, default=280.0, help="seconds of a run")
     args = parser.parse_args()
-    gpus = torch.cuda.device_count()
     split = ["placement.mode=split", f"placement.targets={args.targets}", f"placement.drafters={args.drafters}"]
     settings = {"one": [], "noise": args.noise, "colocated": [f"placement.drafters={args.drafters}"], "split": split}
     victims = {"drafter": args.drafters - 1, "target": args.drafters}
     runs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
         work = Path(folder)
-        tasks = {
-            name: pool.submit(trained, args, work, name, *over)
-            for name, over in settings.items()
-            if over or name == "one"
-        }
-        for victim, rank in victims.items():
-            tasks[f"kill_{victim}"] = pool.submit(killed, args, work, victim, rank, *split)
-        for name, task in tasks.items():
-            runs[name] = task.result()
-            print(name, json.dumps({k: v for k, v in runs[name].items() if k != "losses"}), flush=True)
-            kind = f"h200_x{gpus}" if gpus else "cpu"
+        try:
+            wanted = {n: (*configured(args, work, n, *o), args.limit) for n, o in settings.items() if o or n == "one"}
+            for victim, rank in victims.items():
+                path, config = configured(args, work, f"kill_{victim}", *split, "placement.max_restarts=1")
+                wanted[f"kill_{victim}"] = path, config, args.limit, victim, rank
+        except InputError as error:
+            parser.error(str(error))
+        device = pick_device(config.device).type
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        name = f"split_runs_{kind_of(device)}" + (f"_x{gpus}" if gpus else "")
+        tasks = {pool.submit(trained, *what): n for n, what in wanted.items()}
+        for task in as_completed(tasks):
+            found, error = None, task.exception()
+            found = {"exit_code": repr(error), "orphans": 0, "losses": []} if error else task.result()
+            runs[tasks[task]] = found
+            print(tasks[task], json.dumps({k: v for k, v in found.items() if k != "losses"}), flush=True)
             out = {
                 "device": torch.cuda.get_device_name() if gpus else "cpu", "gpus": gpus, "together": args.together,
                 "placement": f"{args.targets}+{args.drafters}", "config": args.config.name, "fields": args.fields,
-                **summary(runs), "runs": runs,
+                "noise": args.noise, "steps": args.steps, **summary(runs, args.steps),
+                "runs": {n: runs[n] for n in wanted if n in runs},
             }  # fmt: skip
-            path = write_result(f"split_runs_{kind}", out)
-    print(path, json.dumps({k: v for k, v in out.items() if k != "runs"}))
+            if RESULTS != STORED:
+                write_result(name, out)
+    print(write_result(name, out), json.dumps({k: v for k, v in out.items() if k != "runs"}))
 
 
 if __name__ == "__main__":

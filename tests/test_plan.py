@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from draftsmith.config import TrainConfig
 from draftsmith.drafter.model import DFlashDrafter
 from draftsmith.errors import InputError
 from draftsmith.geometry import GEOMETRIES, Shape, drafter_spec
-from draftsmith.plan import available_memory, geometry_of, graphs_advice, prepare, row_settings
+from draftsmith.plan import available_memory, graphs_advice, prepare, row_settings
 from draftsmith.predict import (
     GIB,
     Settings,
@@ -31,9 +32,6 @@ from draftsmith.predict import (
     too_little,
 )
 from draftsmith.rates import measure, measure_together
-from draftsmith.target.model import drafter_spec as target_spec
-from draftsmith.target.model import load_target
-from draftsmith.train.compile import made_up_row
 from draftsmith.train.optim import make_optimizer
 
 QWEN3_8B = dense_geometry(
@@ -133,7 +131,7 @@ def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
 
 
 def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
-    """Widths of SmolLM2-135M: 61 to 74 ms a step were measured, 25 with graphs; kernels 23."""
+    """Widths of SmolLM2-135M: 61 ms a step were measured (61 to 74 on a host of two cards), 25 with graphs; kernels 23."""
     widths = GEOMETRIES["smollm2-135m"]
     shape = Shape(4096, 2048, 16, 5, 8, documents=12)
     spec = drafter_spec(widths, shape)
@@ -161,10 +159,6 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     tight = (max(split[1].need),) * 2  # only the split fits
     planned = predict(small, spec, dataclasses.replace(row, graphs=True), H200, 2, tight)
     assert planned.recommended == "split 1 + 1" and planned.target_seconds == pytest.approx(28 * 0.8e-3)
-    advice = graphs_advice(small, spec, row)
-    assert advice and "the host takes about 53 ms a row" in advice and "need 14 or more on an H200" in advice, advice
-    assert graphs_advice(small, spec, dataclasses.replace(row, graphs=True)) is None  # they are on
-    assert graphs_advice(QWEN3_8B, DRAFTER, ROW) is None  # the kernels are the step
     graphed = dataclasses.replace(ROW, graphs=True)
     online, files = (memory(small, spec, dataclasses.replace(row, graphs=True, files=f), 1) for f in (False, True))
     assert online["colocated"]["graphs"] > files["colocated"]["graphs"] > 0 and "graphs" not in online["target"]
@@ -172,17 +166,6 @@ def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     large = [predict(QWEN3_8B, DRAFTER, r, H200, 1, (139 * GIB,)).placements[0] for r in (ROW, graphed)]
     assert large[0].rows_per_s == large[1].rows_per_s  # there the kernels are the step
     assert large[0].need < large[1].need
-
-
-def test_a_run_is_told_of_graphs_by_the_shapes_of_its_loaded_target(target_folder, tmp_path):
-    """As train/loop.py asks on a GPU."""
-    config = make_config(target_folder, tmp_path)
-    target = load_target(config.target, "cpu")
-    spec = target_spec(config.drafter, target)
-    row = made_up_row(config, spec.block_size)
-    assert "compile.graphs=true" in str(
-        graphs_advice(geometry_of(target, spec), spec, row_settings(config, spec, [row], True))
-    )
 
 
 def test_muons_products_are_those_of_its_step():
@@ -278,12 +261,60 @@ def test_available_memory_is_part_of_the_machine():
     assert 0 < available_memory() < total
 
 
-@pytest.mark.parametrize("fields", ["compile.graphs=true", "compile.enabled=false", "train.attention=flex", ""])
+OFF = (
+    "compile.graphs=true",
+    "compile.enabled=false",
+    "train.attention=flex",
+    "train.compute_dtype=float32",
+    "target.forward=per_document",
+)
+
+
+@pytest.mark.parametrize("fields", ["", *OFF])
 def test_plan_tells_of_graphs_where_they_can_be(target_folder, tmp_path, capsys, fields):
     path = tmp_path / "tiny.yaml"
     path.write_text(make_config(target_folder, tmp_path, *fields.split()).dump())
     assert main(["plan", str(path), "--gpus", "1", "--gpu", "h200"]) == 0
-    assert ("compile.graphs=true should be faster" in capsys.readouterr().out) is (not fields)
+    assert ("compile.graphs=true may be faster" in capsys.readouterr().out) is (not fields)
+
+
+def test_graphs_are_advised_by_the_rates_of_the_card_and_for_the_placement(target_folder, tmp_path):
+    def advice(geometry, spec, settings, card="h200", *placement):
+        config, rates = (
+            make_config(target_folder, tmp_path, "train.rows_per_step=6", *placement),
+            card_rates(CARDS[card]),
+        )
+        work, count = SimpleNamespace(geometry=geometry, spec=spec, settings=settings), config.placement.processes
+        return graphs_advice(config, work, rates, predict(geometry, spec, settings, rates, count, (139 * GIB,) * count))
+
+    widths, row = GEOMETRIES["smollm2-135m"], dataclasses.replace(ROW, rows_per_step=6)
+    small = dense_geometry(
+        layers=30, needed=28, hidden=widths.hidden, intermediate=widths.intermediate, heads=widths.heads,
+        kv_heads=widths.kv_heads, head_dim=widths.head_dim, vocab=widths.vocab, tied=True,
+    )  # fmt: skip
+    spec = drafter_spec(widths, Shape(3072, 512, 16, 5, 5))
+    assert "may be faster: 19.1 rows/s is as fast as the host asks" in str(advice(small, spec, row))
+    assert advice(QWEN3_8B, DRAFTER, row) is None  # the kernels are the step
+    split = "placement.mode=split", "placement.targets=1", "placement.drafters=2"
+    assert advice(small, spec, row, "h200", *split) is None  # its one target, which has no graph, is what it waits for
+    assert "a drafter" in str(advice(small, spec, row, "h200", split[0], "placement.targets=2", "placement.drafters=1"))
+    middle = dataclasses.replace(
+        row, row_tokens=2048, tokens=2048, anchors=256, used=256, trained=3840, squares=2048**2
+    )
+    wide = dense_geometry(
+        layers=28,
+        needed=26,
+        hidden=2048,
+        intermediate=6144,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        tied=True,
+    )
+    drafter = dataclasses.replace(DRAFTER, hidden_size=2048, intermediate_size=6144, num_heads=16)
+    assert advice(wide, drafter, middle, "l40s") is None  # a slower card has less to wait for
+    assert advice(wide, drafter, middle, "b200") is not None
 
 
 def test_plan_for_gpus_that_are_not_here(target_folder, tmp_path, capsys):

@@ -69,7 +69,7 @@ def card_rates(
     The defaults give what one H200 took for Qwen3-8B widths, T = 3072, A = 512, B = 16, five layers: 73 ms a row in
     the target's 34 layers, 125 ms a drafter step; and between two H200 126 MB in 0.39 ms, an all-reduce of 4.2 GB in
     12.3 ms.  AdamW moves 28 bytes a parameter.  The host of an H200 took 18 to 30 ms for 28 layers of SmolLM2-135M's
-    widths, and 22 to 35 ms for five of its drafter's (docs/log.md).
+    widths, and 22 to 35 ms for five of its drafter's (`as_first_written` in benchmarks/results/graphs_h200.json).
     """
     flops = card.bf16 * drafter
     return Rates(

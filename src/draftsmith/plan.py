@@ -21,9 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.cards import CARDS, card_rates
+from draftsmith.cards import CARDS, Rates, card_rates
 from draftsmith.config import Config
 from draftsmith.data.store import Store
+from draftsmith.drafter.attention import heads_fit
 from draftsmith.drafter.loss import default_chunk_rows, our_softmax, why_not_ours
 from draftsmith.errors import InputError
 from draftsmith.predict import (
@@ -94,14 +95,9 @@ def plan(config: Config, gpus: int | None = None, gpu: str | None = None) -> Pla
                 raise
             rates = card_rates(CARDS["h200"])
             notes.append("measuring ran out of memory: rows/s and tokens/s are an H200's")
-    if (
-        found.gpu
-        and config.compile.enabled is not False
-        and config.train.attention in ("auto", "triton")
-        and (advice := graphs_advice(work.geometry, work.spec, work.settings))
-    ):
-        notes.append(advice)
     prediction = predict(work.geometry, work.spec, work.settings, rates, processes, found.devices, crowd=crowd)
+    if gpu is not None and (advice := graphs_advice(config, work, rates, prediction)):
+        notes.append(advice)
     return Planned(found, work, processes, prediction, tuple(notes))
 
 
@@ -312,20 +308,31 @@ def does_not_fit(planned: Planned, config: Config) -> str | None:
     return too_little(work.geometry, work.spec, work.settings, over, devices, placements)
 
 
-def graphs_advice(geometry: Geometry, spec: DrafterSpec, settings: Settings) -> str | None:
-    """One line if a row's kernels are done well before the host has asked for them, by the table's H200."""
-    slots = float(settings.anchors * (spec.block_size - 1))  # all go through the head then
-    graphed = dataclasses.replace(settings, graphs=True, trained=slots)
-    rates = card_rates(CARDS["h200"])
-    host, kernels = (
-        1 / predict(geometry, spec, s, rates, 1, (math.inf,)).placements[0].rows_per_s for s in (settings, graphed)
-    )
-    if settings.graphs or host < 1.2 * kernels:
+def graphs_advice(config: Config, work: Work, rates: Rates, said: Prediction) -> str | None:
+    """One line if, at a card's rates, `compile.graphs` would at least double the rows/s of the config's placement.
+
+    Half again would not do: of small widths the table has kernels take half of what they do.
+    """
+    settings, place = work.settings, config.placement
+    asked = [
+        p for p in said.placements if (p.mode, p.targets, p.drafters) == (place.mode, place.targets, place.drafters)
+    ]
+    narrow = torch.bfloat16 if settings.compute_bytes == 2 else torch.float32
+    ours = config.train.attention in ("auto", "triton") and heads_fit(work.spec.head_dim, narrow)
+    if settings.graphs or config.compile.enabled is False or not (ours and settings.packed and asked):
         return None
-    more = memory(geometry, spec, graphed, 1)["colocated"]["graphs"] / GIB
+    slots = float(settings.anchors * (work.spec.block_size - 1))  # all go through the head then
+    graphed = dataclasses.replace(settings, graphs=True, trained=slots)
+    processes = asked[0].targets + asked[0].drafters
+    others = predict(work.geometry, work.spec, graphed, rates, processes, (math.inf,) * processes).placements
+    (faster,) = (p for p in others if p.name == asked[0].name)
+    if faster.rows_per_s < 2 * asked[0].rows_per_s:
+        return None
+    role = "colocated" if place.mode == "colocated" else "drafter"
+    more = memory(work.geometry, work.spec, graphed, place.drafters)[role]["graphs"] / GIB
     return (
-        f"compile.graphs=true should be faster: for so small a model the host takes about {host * 1e3:.2g} ms a row to "
-        f"ask for kernels that need {kernels * 1e3:.2g} or more on an H200; it takes about {more:.2g} GiB more"
+        f"compile.graphs=true may be faster: {asked[0].rows_per_s:.3g} rows/s is as fast as the host asks for so small "
+        f"a model's kernels; it takes about {more:.2g} GiB more a drafter"
     )
 
 

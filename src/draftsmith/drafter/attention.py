@@ -96,10 +96,14 @@ def pick_attention(name: str, device: torch.device, head_dim: int, dtype: torch.
 
 
 def triton_does(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether our kernels do such heads, and Triton is here.  Larger heads want more shared memory than many cards
-    have; float32 they would do without tensor cores, and compile for a minute."""
-    fits = 16 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0 and dtype.itemsize == 2
-    return fits and importlib.util.find_spec("triton") is not None
+    """Whether our kernels do such heads, and Triton is here."""
+    return heads_fit(head_dim, dtype) and importlib.util.find_spec("triton") is not None
+
+
+def heads_fit(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether our kernels do such heads.  Larger ones want more shared memory than many cards have; float32 they would
+    do without tensor cores, and compile for a minute."""
+    return 16 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0 and dtype.itemsize == 2
 
 
 def build_masks(

@@ -30,7 +30,6 @@ from draftsmith.evaluate.acceptance import evaluation_prompts, measure, measure_
 from draftsmith.evaluate.replay import greedy_answers
 from draftsmith.export import read_drafter
 from draftsmith.files import write_text
-from draftsmith.plan import geometry_of, graphs_advice, row_settings
 from draftsmith.progress import Progress
 from draftsmith.provenance.artifacts import altered_shards
 from draftsmith.provenance.recorder import Recorder
@@ -130,10 +129,6 @@ def prepare(
     pick_chunk(config.loss.softmax, spec, target.device, getattr(torch, compute), compiled=False)
     attention = pick_attention(settings.attention, target.device, spec.head_dim, getattr(torch, compute))
     graphed.check(config, target.device, attention, compiling.wanted(config, target.device))
-    if gpu and compiling.wanted(config, target.device) and attention == "triton":
-        row = compiling.made_up_row(config, spec.block_size)
-        advice = graphs_advice(geometry_of(target, spec), spec, row_settings(config, spec, [row], gpu))
-        notes += [advice] if advice else []
     stored = settings.feature_dtype if settings.feature_dtype != "auto" else ("bfloat16" if gpu else "float32")
     return Plan(
         target=target,
