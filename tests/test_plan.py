@@ -45,6 +45,11 @@ ROW = Settings(
     row_tokens=3072, anchors=512, rows_per_step=24, chunk_rows=512, run_ahead=4, tokens=3072, used=512, trained=7680,
     squares=3072**2, target_bytes=2, compute_bytes=2, feature_bytes=2, gpu=True, packed=True,
 )  # fmt: skip
+SMOLLM2 = GEOMETRIES["smollm2-135m"]
+SMALL = dense_geometry(
+    layers=30, needed=28, hidden=SMOLLM2.hidden, intermediate=SMOLLM2.intermediate, heads=SMOLLM2.heads,
+    kv_heads=SMOLLM2.kv_heads, head_dim=SMOLLM2.head_dim, vocab=SMOLLM2.vocab, tied=True,
+)  # fmt: skip
 H200 = card_rates(CARDS["h200"])
 FLAT = Rates(1e12, 1e12, 1e12, 1e9, 1e10, 1e10, 1e10)
 
@@ -132,35 +137,30 @@ def test_qwen3_8b_on_an_h200_is_what_was_measured_there():
 
 def test_the_host_bounds_a_small_model_on_a_gpu_unless_its_rows_are_graphs():
     """Widths of SmolLM2-135M: 61 ms a step were measured (61 to 74 on a host of two cards), 25 with graphs; kernels 23."""
-    widths = GEOMETRIES["smollm2-135m"]
     shape = Shape(4096, 2048, 16, 5, 8, documents=12)
-    spec = drafter_spec(widths, shape)
-    small = dense_geometry(
-        layers=30, needed=28, hidden=widths.hidden, intermediate=widths.intermediate, heads=widths.heads,
-        kv_heads=widths.kv_heads, head_dim=widths.head_dim, vocab=widths.vocab, tied=True,
-    )  # fmt: skip
+    spec = drafter_spec(SMOLLM2, shape)
     row = dataclasses.replace(
         ROW, row_tokens=4096, anchors=2048, rows_per_step=1, tokens=4096, used=2048, trained=30000,
         squares=12 * (4096 / 12) ** 2, muon=True, one_pass=False,
     )  # fmt: skip
 
     def milliseconds(settings: Settings) -> float:
-        return 1e3 / predict(small, spec, settings, H200, 1, (139 * GIB,)).placements[0].rows_per_s
+        return 1e3 / predict(SMALL, spec, settings, H200, 1, (139 * GIB,)).placements[0].rows_per_s
 
     assert 50 < milliseconds(row) < 74
     assert 10 < milliseconds(dataclasses.replace(row, graphs=True)) < 23  # the kernels of small layers reach less
     split = [
-        predict(small, spec, r, H200, 2, (139 * GIB,) * 2).placements[-1]
+        predict(SMALL, spec, r, H200, 2, (139 * GIB,) * 2).placements[-1]
         for r in (row, dataclasses.replace(row, graphs=True))
     ]
     assert [p.name for p in split] == ["split 1 + 1"] * 2
     assert 1e3 / split[1].rows_per_s == pytest.approx(28 * 0.8)  # a target of a split has no graph
     assert split[0].rows_per_s < split[1].rows_per_s and sum(split[0].need) < sum(split[1].need)
     tight = (max(split[1].need),) * 2  # only the split fits
-    planned = predict(small, spec, dataclasses.replace(row, graphs=True), H200, 2, tight)
+    planned = predict(SMALL, spec, dataclasses.replace(row, graphs=True), H200, 2, tight)
     assert planned.recommended == "split 1 + 1" and planned.target_seconds == pytest.approx(28 * 0.8e-3)
     graphed = dataclasses.replace(ROW, graphs=True)
-    online, files = (memory(small, spec, dataclasses.replace(row, graphs=True, files=f), 1) for f in (False, True))
+    online, files = (memory(SMALL, spec, dataclasses.replace(row, graphs=True, files=f), 1) for f in (False, True))
     assert online["colocated"]["graphs"] > files["colocated"]["graphs"] > 0 and "graphs" not in online["target"]
     assert online["drafter"]["gradients"] == 6 * drafter_parameters(spec)  # a graph's stay while Muon's sums are made
     large = [predict(QWEN3_8B, DRAFTER, r, H200, 1, (139 * GIB,)).placements[0] for r in (ROW, graphed)]
@@ -278,6 +278,15 @@ def test_plan_tells_of_graphs_where_they_can_be(target_folder, tmp_path, capsys,
     assert ("compile.graphs=true may be faster" in capsys.readouterr().out) is (not fields)
 
 
+def test_the_advice_is_for_the_card_that_is_asked_for(target_folder, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("draftsmith.plan.graphs_advice", lambda config, work, rates, said: asked.append(rates))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(make_config(target_folder, tmp_path).dump())
+    assert main(["plan", str(path), "--gpus", "1", "--gpu", "l40s"]) == main(["plan", str(path)]) == 0
+    assert asked == [card_rates(CARDS["l40s"])]  # here, nothing says what graphs would do
+
+
 def test_graphs_are_advised_by_the_rates_of_the_card_and_for_the_placement(target_folder, tmp_path):
     def advice(geometry, spec, settings, card="h200", *placement):
         config, rates = (
@@ -287,20 +296,14 @@ def test_graphs_are_advised_by_the_rates_of_the_card_and_for_the_placement(targe
         work, count = SimpleNamespace(geometry=geometry, spec=spec, settings=settings), config.placement.processes
         return graphs_advice(config, work, rates, predict(geometry, spec, settings, rates, count, (139 * GIB,) * count))
 
-    widths, row = GEOMETRIES["smollm2-135m"], dataclasses.replace(ROW, rows_per_step=6)
-    small = dense_geometry(
-        layers=30, needed=28, hidden=widths.hidden, intermediate=widths.intermediate, heads=widths.heads,
-        kv_heads=widths.kv_heads, head_dim=widths.head_dim, vocab=widths.vocab, tied=True,
-    )  # fmt: skip
-    spec = drafter_spec(widths, Shape(3072, 512, 16, 5, 5))
-    assert "may be faster: 19.1 rows/s is as fast as the host asks" in str(advice(small, spec, row))
+    row = dataclasses.replace(ROW, rows_per_step=6)
+    spec = drafter_spec(SMOLLM2, Shape(3072, 512, 16, 5, 5))
+    assert "may be faster: 19.1 rows/s is as fast as the host asks" in str(advice(SMALL, spec, row))
     assert advice(QWEN3_8B, DRAFTER, row) is None  # the kernels are the step
     split = "placement.mode=split", "placement.targets=1", "placement.drafters=2"
-    assert advice(small, spec, row, "h200", *split) is None  # its one target, which has no graph, is what it waits for
-    assert "a drafter" in str(advice(small, spec, row, "h200", split[0], "placement.targets=2", "placement.drafters=1"))
-    middle = dataclasses.replace(
-        row, row_tokens=2048, tokens=2048, anchors=256, used=256, trained=3840, squares=2048**2
-    )
+    assert advice(SMALL, spec, row, "h200", *split) is None  # its one target, which has no graph, is what it waits for
+    assert "a drafter" in str(advice(SMALL, spec, row, "h200", split[0], "placement.targets=2", "placement.drafters=1"))
+    short = dataclasses.replace(row, row_tokens=2048, tokens=2048, anchors=256, used=256, trained=3840, squares=2048**2)
     wide = dense_geometry(
         layers=28,
         needed=26,
@@ -313,8 +316,8 @@ def test_graphs_are_advised_by_the_rates_of_the_card_and_for_the_placement(targe
         tied=True,
     )
     drafter = dataclasses.replace(DRAFTER, hidden_size=2048, intermediate_size=6144, num_heads=16)
-    assert advice(wide, drafter, middle, "l40s") is None  # a slower card has less to wait for
-    assert advice(wide, drafter, middle, "b200") is not None
+    assert advice(wide, drafter, short, "l40s") is None  # a slower card has less to wait for
+    assert advice(wide, drafter, short, "b200") is not None
 
 
 def test_plan_for_gpus_that_are_not_here(target_folder, tmp_path, capsys):
