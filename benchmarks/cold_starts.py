@@ -4,8 +4,8 @@
 
 Each start has a compile cache of its own, empty; every process compiles target and drafter and trains a few steps.
 `--warm` of them are followed, at the end, by a second start on the cache they left.  `--together` cold starts run side
-by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json (on
-GPUs with another number of processes than three or one each: ..._shared_by_N), with $OUT as they end.
+by side.  `--processes` of as many GPUs have one each.  Writes results/cold_starts_{cpu,cpu_xN,h200,h200_xN}.json (of
+other than three processes on one GPU, or one on each of several: ..._shared_by_N), with $OUT as they end, in their order.
 """
 
 from __future__ import annotations

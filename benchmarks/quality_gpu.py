@@ -59,7 +59,7 @@ BASE = ("drafter.num_features=5", "train.anchors=1024", "train.schedule=cosine",
 WSD, GRAPHS = "train.schedule=wsd", "compile.graphs=true"
 BOTH = "8 features, 2048 anchors"
 CHOSEN = f"{BOTH}, WSD"
-"""The arm that examples/smollm2-135m-gpu.yaml is, but for its graphs, which change seconds alone."""
+"""The arm that examples/smollm2-135m-gpu.yaml is, but for its graphs, which change seconds and memory."""
 SERVED = f"{BOTH}, three times the tokens"
 """The best drafter that was served: its speed-ups stand at the top of the file."""
 PEERS_BESIDE = 2

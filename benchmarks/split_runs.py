@@ -20,7 +20,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,14 @@ def configured(args: argparse.Namespace, work: Path, name: str, *overrides: str)
     rows = (
         [] if any(f.startswith("train.rows_per_step=") for f in args.fields) else [f"rows_per_step={2 * args.drafters}"]
     )
-    settings = [f"steps={args.steps}", "log_every=1", f"checkpoint_every={every(args.steps)}", "accept_every=0", *rows]
+    settings = [
+        "epochs=null",
+        f"steps={args.steps}",
+        "log_every=1",
+        f"checkpoint_every={every(args.steps)}",
+        "accept_every=0",
+        *rows,
+    ]
     config = load_config(args.config, [
         *(f"train.{s}" for s in settings), *args.fields, f"name={name}", f"runs_dir={work}/runs",
         f"compile.cache_dir={work}/compiled", *overrides,
@@ -49,6 +58,17 @@ def configured(args: argparse.Namespace, work: Path, name: str, *overrides: str)
     path = work / f"{name}.yaml"
     write_text(path, config.dump())
     return path, config
+
+
+def placement(targets: int, drafters: int, restarts: int = 0) -> list[str]:
+    """All of it, whatever the config has."""
+    values = {
+        "mode": "split" if targets else "colocated",
+        "targets": targets,
+        "drafters": drafters,
+        "max_restarts": restarts,
+    }
+    return [f"placement.{key}={value}" for key, value in values.items()]
 
 
 def every(steps: int) -> int:
@@ -73,10 +93,26 @@ def attempts(config: Config) -> list[Path]:
     return sorted(p.parent for p in (config.runs_dir / config.name).glob("attempt_*/metrics.jsonl"))
 
 
+def said_by(process: subprocess.Popen[str]) -> Callable[[float], str]:
+    """Reads what it says all the while, so that it never waits to be read; what there is, after so many seconds at the
+    most (a process that outlives it keeps its output open)."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
+    reader.start()
+
+    def read(seconds: float) -> str:
+        reader.join(seconds)
+        return "".join(lines)
+
+    return read
+
+
 def trained(path: Path, config: Config, limit: float, victim: str = "", rank: int = -1) -> dict[str, Any]:
     """The run by the command.  victim: what the process of that rank is, which gets SIGKILL after the first checkpoint."""
     begin = time.monotonic()
     process = start(path)
+    output = said_by(process)
     kill: dict[str, Any] = {}
     if victim:
         checkpoints = config.runs_dir / config.name
@@ -88,16 +124,17 @@ def trained(path: Path, config: Config, limit: float, victim: str = "", rank: in
             pid = dict(processes_of(config)).get(rank)
             kill = {"killed": pid is not None, "killed_after_s": time.monotonic() - begin}
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since: nobody will name it
+                    os.kill(pid, signal.SIGKILL)
         kill = {"victim": victim, "rank": rank, "killed": False, **kill}
+    late = ""
     try:
-        said, _ = process.communicate(timeout=max(1.0, limit - (time.monotonic() - begin)))
+        process.wait(max(1.0, limit - (time.monotonic() - begin)))
     except subprocess.TimeoutExpired:
         process.kill()  # the processes it started end with it
         process.wait()
-        said = f"longer than {limit:.0f} s"
-        with contextlib.suppress(subprocess.TimeoutExpired):  # unless they do not, and keep its output open
-            said = process.communicate(timeout=10)[0] + said
+        late = f"longer than {limit:.0f} s"
+    said = output(10) + late
     whole, deadline = time.monotonic() - begin, time.monotonic() + 10
     while (orphans := len(processes_of(config))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -159,16 +196,19 @@ def main() -> None:
     parser.add_argument("--together", type=at_least_one, default=2, help="runs at once")
     parser.add_argument("--limit", type=float, default=280.0, help="seconds of a run")
     args = parser.parse_args()
-    split = ["placement.mode=split", f"placement.targets={args.targets}", f"placement.drafters={args.drafters}"]
-    settings = {"one": [], "noise": args.noise, "colocated": [f"placement.drafters={args.drafters}"], "split": split}
+    split = placement(args.targets, args.drafters)
+    settings = {
+        "one": placement(0, 1), "colocated": placement(0, args.drafters), "split": split,
+        **({"noise": [*placement(0, 1), *args.noise]} if args.noise else {}),
+    }  # fmt: skip
     victims = {"drafter": args.drafters - 1, "target": args.drafters}
     runs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
         work = Path(folder)
         try:
-            wanted = {n: (*configured(args, work, n, *o), args.limit) for n, o in settings.items() if o or n == "one"}
+            wanted = {n: (*configured(args, work, n, *o), args.limit) for n, o in settings.items()}
             for victim, rank in victims.items():
-                path, config = configured(args, work, f"kill_{victim}", *split, "placement.max_restarts=1")
+                path, config = configured(args, work, f"kill_{victim}", *placement(args.targets, args.drafters, 1))
                 wanted[f"kill_{victim}"] = path, config, args.limit, victim, rank
         except InputError as error:
             parser.error(str(error))
@@ -190,6 +230,7 @@ def main() -> None:
             if RESULTS != STORED:
                 write_result(name, out)
     print(write_result(name, out), json.dumps({k: v for k, v in out.items() if k != "runs"}))
+    sys.exit(int(bool(out["failed"]) or out["recovered"] < len(victims)))
 
 
 if __name__ == "__main__":

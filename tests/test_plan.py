@@ -267,6 +267,7 @@ OFF = (
     "train.attention=flex",
     "train.compute_dtype=float32",
     "target.forward=per_document",
+    "target.dtype=float32",
 )
 
 

@@ -317,7 +317,7 @@ def graphs_advice(config: Config, work: Work, rates: Rates, said: Prediction) ->
     asked = [
         p for p in said.placements if (p.mode, p.targets, p.drafters) == (place.mode, place.targets, place.drafters)
     ]
-    narrow = torch.bfloat16 if settings.compute_bytes == 2 else torch.float32
+    narrow = torch.bfloat16 if max(settings.compute_bytes, settings.target_bytes) == 2 else torch.float32
     ours = config.train.attention in ("auto", "triton") and heads_fit(work.spec.head_dim, narrow)
     if settings.graphs or config.compile.enabled is False or not (ours and settings.packed and asked):
         return None

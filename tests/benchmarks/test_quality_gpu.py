@@ -304,6 +304,7 @@ def test_the_result_is_summed_up_as_its_script_does_and_has_no_paths_of_a_machin
     stored = json.loads(text)
     top = {**quality.summary(stored["arms"]), **quality.served(stored["serve"])}
     assert {k: stored[k] for k in top} == top
+    assert all(a["overrides"] == quality.from_base(a["overrides"]) for a in stored["arms"].values())
     assert stored["best"]["ours"] == quality.CHOSEN and stored["serve"]["drafter"] == quality.SERVED
     lengths = {n: a["curve"][-1]["accepted_length"]["pooled"] for n, a in stored["arms"].items() if "curve" in a}
     graphed = f"{quality.CHOSEN}, graphs"
