@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -50,23 +49,6 @@ def test_small_demo_then_overfit_gate(tmp_path):
     config.write_text(demo_config("small", []).dump())
     result = json.loads(draftsmith(tmp_path, "gate", "overfit", str(config), "--answer-tokens", "40")[-1])
     assert result["accepted_length"] == result["block_size"] == 8 and result["lossless"] and result["full_rounds"] >= 4
-
-
-@pytest.mark.timeout(600)
-def test_readmes_stages_one_by_one(tmp_path):
-    """README's commands in README's order, on the example, made small by overrides."""
-    from draftsmith.demo import MODEL_FOLDER, PROMPTS, SMALL, fetch_model, write_prompts
-
-    example = Path(__file__).parents[2] / "examples" / "smollm2-135m-cpu.yaml"
-    fetch_model(tmp_path / MODEL_FOLDER)
-    write_prompts(tmp_path / PROMPTS)
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    small = [o for o in SMALL if not o.startswith("name=")] + ["generate.limit=16", "train.steps=4"]
-    for stage in ("generate", "tokenize", "train", "evaluate", "export"):
-        assert f"draftsmith {stage}" in readme
-        draftsmith(tmp_path, stage, str(example), *small)
-    run = tmp_path / "runs" / "smollm2-135m-cpu" / "attempt_1"
-    assert (run / "export" / "model.safetensors").is_file() and list((run / "evaluation").glob("*.json"))
 
 
 def test_a_bad_size_is_refused(tmp_path):
