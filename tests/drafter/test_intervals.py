@@ -30,21 +30,22 @@ def visits(mask, by: str, heads: int) -> np.ndarray:
     """How often the kernels look at each row and key, int [Q * heads, S]: as their loops do, written out."""
     lo, hi, own_lo, own_hi = mask.sees_4Q.numpy().astype(int).repeat(heads, 1)
     rows, keys = len(lo), int(own_hi.max())
-    q, k = np.arange(rows)[:, None], np.arange(keys)
+    k = np.arange(keys)
     context, own = (k >= lo[:, None]) & (k < hi[:, None]), (k >= own_lo[:, None]) & (k < own_hi[:, None])
     seen = np.zeros((rows, keys), dtype=int)
     for tile, (c0, f0, f1, c1, o0, o1) in enumerate((mask.query_tiles if by == "queries" else mask.key_tiles).tolist()):
-        mine, others = (q, k) if by == "queries" else (k, q)
-        here = (mine >= tile * TILE) & (mine < (tile + 1) * TILE)
-        own_step = OWN if by == "queries" else TILE
+        mine, own_step = slice(tile * TILE, (tile + 1) * TILE), OWN if by == "queries" else TILE
         for begin, end, rule, step in (
             (c0, f0, context, TILE), (f0, f1, None, TILE), (f1, c1, context, TILE), (o0, o1, own, own_step)
         ):  # fmt: skip
             stop = begin + -(-(end - begin) // step) * step  # whole steps
-            part = here & (others >= begin) & (others < stop)
-            if rule is None and begin < end:  # the kernels ask for no bounds there
+            if begin >= end:
+                continue
+            assert begin >= 0
+            if rule is None:  # the kernels ask for no bounds there
                 assert stop == end <= (rows if by == "keys" else keys)
-            seen += part if rule is None else part & rule
+            here = (mine, slice(begin, stop)) if by == "queries" else (slice(begin, stop), mine)
+            seen[here] += True if rule is None else rule[here]
     return seen
 
 
